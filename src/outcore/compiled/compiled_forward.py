@@ -39,6 +39,8 @@ __all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
 
 _COMPILATIONS = 3
 _STEPS = 2
+_FASTER = 0.97
+"""What a step must take over another, by prediction, to be compiled in its place."""
 _LIMIT = 256
 """Ways of calling one function that torch.compile keeps, while ours are made."""
 _MARGIN = {"cuda": 0.02}
@@ -153,35 +155,55 @@ class CompiledForward:
             grow_segments_from_now_on()
         key = self.key(args, kwargs)
         known: list[Piece] = []
-        for attempt in range(_COMPILATIONS):
+        best: tuple[float, _Entry, CompiledPlan] | None = None
+        for _ in range(_COMPILATIONS):
             room = self.budget(args, kwargs)
-            known = self._together(known, room, own)
-            entry = self.entries[key] = self.entry(room, known)
+            try:
+                known = self._together(known, room, own)
+            except PlanError:
+                if best is None:
+                    raise
+                break
+            entry = self.entry(room, known)
             start = time.perf_counter()
-            taken = self._try(entry, args, kwargs, own)
+            taken = self._try(entry, args, kwargs)
             self.compile_s += time.perf_counter() - start
             pieces = entry.chooser.pieces
             entry.chooser.restart()
             if not pieces:
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
-            changed = [p.names for p in pieces] != [p.names for p in known]
-            known = pieces
-            self.measured_bytes = taken
-            self.plan = self._plan(known, own, update)
-            if budget is None or (taken is not None and taken <= budget):
-                if attempt or not changed or len(pieces) == 1 or budget is None:
-                    return self.plan
-                best = choose_together([p.frontier for p in pieces], room)
-                if best is None or [p.chosen.saved for p in pieces] == [b.saved for b in best]:
-                    return self.plan
-                if sum(b.seconds for b in best) > 0.98 * sum(p.chosen.seconds for p in pieces):
-                    return self.plan
-                continue
-            predicted = own + peak_of([p.chosen for p in known])
-            missed = (taken - predicted) if taken is not None else int(0.1 * budget) + self.corrected_bytes
-            self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
-        assert budget is not None and self.plan is not None
-        raise _refusal(budget, self._least(known, own), "the smallest step that was found")
+            asked, known = [p.chosen.saved for p in known], pieces
+            self.measured_bytes = None if taken is None else own + taken
+            plan = self._plan(known, own, update)
+            if budget is None:
+                best = plan.seconds, entry, plan
+                break
+            if taken is not None and own + taken <= budget and (best is None or plan.seconds < best[0]):
+                best = plan.seconds, entry, plan
+            missed = (taken - peak_of([p.chosen for p in known])) if taken is not None else int(0.1 * budget)
+            if best is None:
+                self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
+            elif not self._worthwhile(known, asked, own, missed, args, kwargs):
+                break
+        if best is None:
+            assert budget is not None
+            raise _refusal(budget, self._least(known, own), "the smallest step that was found")
+        _, self.entries[key], self.plan = best
+        return self.plan
+
+    def _worthwhile(self, known: list[Piece], asked: list[Any], own: int, missed: int, args: Any, kwargs: Any) -> bool:
+        """Whether a step that fits should be compiled once more: pieces that were chosen one after the other may do
+        better together, and a prediction that was too high has left room."""
+        before = self.corrected_bytes
+        self.corrected_bytes = missed if missed < 0 else before
+        try:
+            together = self._together(known, self.budget(args, kwargs), own)
+        except PlanError:
+            self.corrected_bytes = before
+            return False
+        new = [p.chosen.saved for p in together]
+        gained = sum(p.chosen.seconds for p in together) < _FASTER * sum(p.chosen.seconds for p in known)
+        return gained and new != asked
 
     def _together(self, known: list[Piece], room: int | None, own: int) -> list[Piece]:
         """Choose again for pieces that are known."""
@@ -198,8 +220,8 @@ class CompiledForward:
         smallest = own + peak_of([p.frontier.least for p in pieces]) + self.corrected_bytes
         return int(smallest / (1 - _MARGIN.get(self.device.type, 0.0))) + 1
 
-    def _try(self, entry: _Entry, args: Any, kwargs: Any, own: int) -> int | None:
-        """What a step takes; none if it does not fit on the device at all."""
+    def _try(self, entry: _Entry, args: Any, kwargs: Any) -> int | None:
+        """What a step takes beside what is there throughout; none if it does not fit on the device at all."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         gradients = [(p, p.grad) for p in parameters]
         for p in parameters:
@@ -220,7 +242,7 @@ class CompiledForward:
             with _compiling():
                 step()
             entry.ready = True
-            return own + max(measured_peak(step, self.device) for _ in range(_STEPS - 1))
+            return max(measured_peak(step, self.device) for _ in range(_STEPS - 1))
         except torch.OutOfMemoryError:
             return None
         except PlanError:

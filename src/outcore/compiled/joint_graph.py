@@ -68,7 +68,7 @@ class JointGraph:
         self.is_forward = [node in partition.forward for node in self.nodes]
         self.is_backward = [node in partition.backward for node in self.nodes]
         self.fixed = [node in partition.fixed for node in self.nodes]
-        self.fusible = [node in partition.fusible for node in self.nodes]
+        self.fusible = [node in partition.fusible or _scatters_constants(node) for node in self.nodes]
         self.reduces = [_name(node) in _REDUCTIONS for node in self.nodes]
         self.joins = [_name(node) == "cat" for node in self.nodes]
         self.source = [self._source(number) for number in range(count)]
@@ -132,6 +132,13 @@ class JointGraph:
 def _name(node: fx.Node) -> str:
     target = node.target
     return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _scatters_constants(node: fx.Node) -> bool:
+    """Whether a number is put into places of a constant, which Inductor computes as a comparison: the gradient of a
+    cross-entropy."""
+    onto = node.args[0] if node.args else None
+    return node.target is torch.ops.aten.scatter.value and isinstance(onto, fx.Node) and _name(onto) == "full"
 
 
 def _is_view(node: fx.Node) -> bool:

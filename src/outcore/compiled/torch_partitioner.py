@@ -172,19 +172,14 @@ def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]],
 
 
 def _overwritten(graph: fx.Graph, inputs: Sequence[fx.Node]) -> frozenset[fx.Node]:
-    """The inputs whose contents the forward changes: by a copy in the graph, or after it, as its metadata says."""
-    found = {
-        node.args[0]
-        for node in graph.nodes
-        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default
-    }
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    primals = [node for node in graph.nodes if node.op == "placeholder" and str(node.target).startswith("primals")]
-    for number in getattr(metadata, "mutated_inp_runtime_indices", None) or ():
-        if number < len(primals):
-            found.add(primals[number])
-    return frozenset(node for node in inputs if node in found)
+    """The inputs whose contents the forward changes: by a copy in the graph, or after it, as the descriptions of its
+    results say."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    found = {node.args[0] for node in calls if node.target is torch.ops.aten.copy_.default}
+    results = next(node for node in reversed(graph.nodes) if node.op == "output")
+    described = torch.utils._pytree.tree_leaves(results.meta.get("desc"))
+    changed = {input_ for one in described if (input_ := getattr(one, "mutated_input", None)) is not None}
+    return frozenset(node for node in inputs if node in found or node.meta.get("desc") in changed)
 
 
 def _repeatable(node: fx.Node, overwritten: frozenset[fx.Node], fixed: set[fx.Node]) -> bool:
