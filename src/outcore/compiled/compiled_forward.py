@@ -291,7 +291,7 @@ def install_compiled_forward(
         PlanError: the budget is too small.
     """
     wrapped = getattr(model, "_orig_mod", None)
-    inner: Callable[..., Any] = wrapped.__call__ if isinstance(wrapped, nn.Module) else model.forward
+    inner = _calling(wrapped) if isinstance(wrapped, nn.Module) else model.forward
     forward = CompiledForward(model, inner, settings)
     plan = forward.compile_first(args, kwargs)
     for name in ("forward", "_compiled_call_impl"):
@@ -301,6 +301,15 @@ def install_compiled_forward(
         model.__dict__["_compiled_call_impl"] = None
     model.__dict__["forward"] = forward
     return plan
+
+
+def _calling(model: nn.Module) -> Callable[..., Any]:
+    """A function that calls a model, with its hooks; torch.compile does not trace a module's own call by itself."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ chosen together: from the fastest points of their frontiers, always the step dow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,6 +22,8 @@ from outcore.compiled.search import Frontier, search
 from outcore.compiled.torch_partitioner import Partition
 
 __all__ = ["Piece", "PieceChooser", "choose_together", "peak_of"]
+
+_COUNTABLE = 4096
 
 
 @dataclass
@@ -71,7 +75,7 @@ def choose_together(frontiers: Sequence[Frontier], budget_bytes: int | None) -> 
                 if best is None or price < best[0]:
                     best = price, number, k
         if best is None:
-            return None
+            return _of_all(frontiers, budget_bytes)
         chosen[best[1]] = best[2]
     # What was taken too much on the way down is given back.
     for number, frontier in enumerate(frontiers):
@@ -82,6 +86,17 @@ def choose_together(frontiers: Sequence[Frontier], budget_bytes: int | None) -> 
                 chosen[number] = k
                 break
     return points()
+
+
+def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGraph] | None:
+    """The fastest of all choices that are within a budget, where they can be counted; else the smallest, if it is."""
+    choices: Iterable[tuple[StepOfGraph, ...]] = itertools.product(*(f.points for f in frontiers))
+    if math.prod(len(f.points) for f in frontiers) > _COUNTABLE:
+        holding = (min(f.points, key=lambda p: p.forward_bytes) for f in frontiers)
+        choices = (tuple(f.least for f in frontiers), tuple(holding))
+    fitting = [choice for choice in choices if peak_of(choice) <= budget_bytes]
+    best = min(fitting, key=lambda choice: sum(p.seconds for p in choice), default=None)
+    return None if best is None else list(best)
 
 
 class PieceChooser:
