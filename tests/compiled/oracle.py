@@ -6,6 +6,8 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -88,6 +90,8 @@ def step(model: nn.Module, run: Any, args: Any, kwargs: Any) -> dict[str, torch.
     """Loss, gradients and buffers after a forward and a backward."""
     model.zero_grad()
     torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     loss = scalar(run(*args, **kwargs))
     loss.backward()
     found = {"loss": loss.detach()}
@@ -116,7 +120,10 @@ def compare(model: nn.Module, args: Any, kwargs: Any, place: float, *, seed: int
     model = without_dropout(model.double())
     args, kwargs = doubled(args), doubled(kwargs)
     plain, again = copy.deepcopy(model), copy.deepcopy(model)
-    theirs = step(plain, plain, args, kwargs)
+    try:
+        theirs = step(plain, plain, args, kwargs)
+    except RuntimeError as error:
+        pytest.skip(f"plain PyTorch cannot run it in float64: {error}")
     run = planned(model, place, seed=seed)
     ours = step(model, run, args, kwargs)
     assert any(entry.chooser.known for entry in run.entries.values()), "nothing was compiled"
