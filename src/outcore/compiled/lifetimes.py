@@ -80,34 +80,30 @@ class _Kernels:
     seconds: float
 
 
-def step_of(
-    graph: JointGraph, saved: Iterable[int], *, offloaded: frozenset[int] = frozenset(), loss_bytes: int = 0
-) -> StepOfGraph:
+def step_of(graph: JointGraph, saved: Iterable[int], *, loss_bytes: int = 0) -> StepOfGraph:
     """Lifetimes and time of a step.
 
     Args:
         graph: the joint graph.
         saved: numbers of values to hand to the backward; what must not be computed twice is added where needed.
-        offloaded: buffers among them that are on the host between their last reader in the forward and their first in
-            the backward.
         loss_bytes: what the loss holds between forward and backward, beside the results and their gradients.
     """
     needed, again, inputs = _needed(graph, set(saved))
     order = _backward_order(graph, again)
     source, size = graph.source, graph.bytes
-    results = {source[i] for i in graph.outputs}
+    results = {source[i] for i in graph.outputs if not graph.given[source[i]]}
     held = {source[i] for i in needed if not graph.given[source[i]]}
     forward_nodes = _forward_order(graph, needed)
     forward = _kernels(graph, forward_nodes, results | held)
     backward = _kernels(graph, order, {source[i] for i in graph.gradients})
     stay = results | held
-    curve, intervals = _sweep(graph, forward, set(), stay - offloaded)
-    at_turn = sum(size[b] for b in stay - offloaded)
+    curve, intervals = _sweep(graph, forward, set(), stay)
+    at_turn = sum(size[b] for b in stay)
     tangents = {source[i] for i in graph.tangents}
     turn = at_turn + loss_bytes + sum(size[t] for t in tangents)
-    start = (held - offloaded) | tangents | results
+    start = held | tangents | results
     gradients = {source[i] for i in graph.gradients}
-    back_curve, back_intervals = _sweep(graph, backward, start, gradients | results, offloaded & held)
+    back_curve, back_intervals = _sweep(graph, backward, start, gradients | results)
     top = max(range(len(curve)), key=curve.__getitem__, default=0) if curve else 0
     low = max(range(len(back_curve)), key=back_curve.__getitem__, default=0) if back_curve else 0
     most = [
@@ -250,7 +246,6 @@ def _sweep(
     kernels: _Kernels,
     start: set[int],
     stay: set[int],
-    returning: frozenset[int] | set[int] = frozenset(),
 ) -> tuple[list[int], list[Held]]:
     """Bytes at every kernel, and from which to which every buffer is there.
 
@@ -259,7 +254,6 @@ def _sweep(
         kernels: of the forward or the backward.
         start: what is there before the first.
         stay: what is there after the last.
-        returning: what comes back from the host with its first reader.
     """
     size = graph.bytes
     last: dict[int, int] = {}
@@ -273,10 +267,6 @@ def _sweep(
     held: list[Held] = []
     steps = zip(kernels.nodes, kernels.reads, kernels.writes, strict=True)
     for number, (i, found, written) in enumerate(steps):
-        for s in found:
-            if s in returning and s not in first:
-                first[s] = number
-                live += size[s]
         dying = [s for s in found if last[s] == number and s in first and s not in stay]
         over = 0
         for w in written:

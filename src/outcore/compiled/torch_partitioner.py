@@ -52,12 +52,8 @@ class Partition:
     """The nodes that the forward's own results need."""
     backward: frozenset[fx.Node]
     """The nodes that need a gradient of a result; whatever is neither is computed where it is needed."""
-    static: frozenset[fx.Node]
-    """Inputs that live as long as the model: parameters and buffers."""
     fixed: frozenset[fx.Node]
     """Nodes that must not run a second time: backward has them only if they are saved."""
-    overwritten: frozenset[fx.Node]
-    """Inputs that the forward overwrites."""
     outputs: list[fx.Node]
     """Results of the forward: the model's, and new contents of what it overwrites."""
     gradients: list[fx.Node]
@@ -82,15 +78,11 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         choose: from a joint graph to the nodes to save.
-        finish: changes the forward and the backward graph; also given the number of the forward's own results.
+        asked: what the choice depends on beside the graph, for torch's caches.
     """
 
-    def __init__(
-        self,
-        choose: Callable[[Partition], Sequence[fx.Node]],
-        finish: Callable[[fx.GraphModule, fx.GraphModule, int], None] | None = None,
-    ) -> None:
-        self.choose, self.finish = choose, finish
+    def __init__(self, choose: Callable[[Partition], Sequence[fx.Node]], asked: str = "") -> None:
+        self.choose, self.asked = choose, asked
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -103,19 +95,16 @@ class Partitioner(CustomPartitionerFn):
         stack = _local.__dict__.setdefault("stack", [])
         stack.append((self.choose, count))
         try:
-            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finally:
             stack.pop()
-        if self.finish is not None:
-            self.finish(forward, backward, count)
-        return forward, backward
 
     def uuid(self) -> str:
-        """A name for this version of the planner, by which torch's caches tell its kernels from others."""
-        return _source_hash()
+        """A name for this planner and what it was asked, by which torch's caches tell its graphs from others."""
+        return f"{_source_hash()}-{self.asked}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _source_hash, ()  # torch hashes its configuration by pickling it
+        return str, (self.uuid(),)  # torch hashes its configuration by pickling it
 
     def __deepcopy__(self, memo: Any) -> Partitioner:
         return self
@@ -161,9 +150,7 @@ def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]],
         inputs=list(info.inputs),
         forward=forward,
         backward=backward,
-        static=frozenset(getattr(info, "static_lifetime_input_nodes", ())),
         fixed=frozenset(fixed),
-        overwritten=overwritten,
         outputs=[node for node in results[:count] if isinstance(node, fx.Node)],
         gradients=[node for node in results[count:] if isinstance(node, fx.Node)],
         fusible=frozenset(n for n in graph.nodes if n.op == "call_function" and kinds.is_fusible(n)),
