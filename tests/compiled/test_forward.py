@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 
 import outcore
@@ -27,7 +28,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inducto
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     logging.disable(logging.WARNING)
-    yield
+    with torch._inductor.config.patch(compile_threads=1):  # so that no pool of threads stays
+        yield
     logging.disable(logging.NOTSET)
     torch._dynamo.reset()
 
