@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from tests.compiled.oracle import BOUND, compare
 from tests.foreign.zoo import ZOO, Foreign
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:

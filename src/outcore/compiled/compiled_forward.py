@@ -146,11 +146,11 @@ class CompiledForward:
             CompilationError: torch.compile cannot do it.
             PlanError: the budget is too small.
         """
+        args, kwargs = _with_content(args, kwargs, self.device)
         own, update = self.own_bytes(args, kwargs)
         budget = self.settings.budget_bytes
         if budget is not None and own + update > budget:
-            raise _refusal(budget, own + update, "weights, gradients and the optimizer alone")
-        args, kwargs = _with_content(args, kwargs, self.device)
+            raise _refusal(budget, own + update, "the weights with their gradients and the optimizer alone")
         if budget is not None and self.device.type == "cuda":
             grow_segments_from_now_on()
         key = self.key(args, kwargs)
