@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.compiled.oracle import BOUND, compare
 from tests.foreign.zoo import ZOO, Foreign
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of tracing what others wrote
 
 
 @pytest.fixture(autouse=True)
