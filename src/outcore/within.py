@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 import torch
 from torch import nn
 
+from outcore.compiled.install import compile_within, is_compiled
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
 from outcore.cost.measured.saved_bytes import account
@@ -52,6 +53,7 @@ from outcore.planner.memory.state_policy import StatePolicy, ladder
 from outcore.policies import parse_policies
 
 if TYPE_CHECKING:
+    from outcore.compiled.plan import CompiledPlan
     from outcore.stream.execute.pixel_loss import PixelLoss
     from outcore.stream.managed_forward import StreamedForward
     from outcore.stream.plan.step_document import StreamedStep
@@ -85,6 +87,7 @@ def within(
     state: StatePolicy | Mapping[str, Any] | None = None,
     stream: bool | None = None,
     statistics: bool = False,
+    compile: bool = False,
     quiet: bool = False,
 ) -> nn.Module:
     """Make a model train within a memory budget; returns the same model.
@@ -127,6 +130,9 @@ def within(
         stream: whether images are streamed in tiles, whose sums come in another order than plain training's; without
             it, if nothing else meets the budget or an image is read lazily (`outcore.data`).
         statistics: accept further passes over the image for norms over the whole of it, when it is streamed.
+        compile: forward and backward are torch.compile's kernels, and what is saved between them is chosen under the
+            budget (`outcore.compiled`). Compiling takes as long as ever. A model that cannot be compiled is managed as
+            without, and a line says so.
         quiet: do not say what was chosen.
 
     Raises:
@@ -157,6 +163,12 @@ def within(
     with planning():
         graph = capture(model, *without_memory((args, kwargs))) if lazy else capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
+    if compile and not (lazy or stream or plan is not None or state is not None):
+        wanted_loss = loss_on_output(loss)
+        beside = _loss_bytes(graph, wanted_loss)
+        found = compile_within(model, graph, args, kwargs, share or budget, cost, wanted_loss, beside, quiet=quiet)
+        if found is not None:
+            return _announced(model, found, found.budget_bytes, assumed=optimizer is None, quiet=quiet)
     open_ = reassociated and costs is None and not (lazy or stream)
     turned, order = _other_order(model, graph, args, kwargs, plan, asked=open_)
     if isinstance(plan, Plan):
@@ -322,12 +334,18 @@ def release(model: nn.Module) -> nn.Module:
     elif _is_streamed(managed_forward):
         del model.__dict__["forward"]
         managed_forward.close()
+    elif is_compiled(managed_forward):
+        del model.__dict__["forward"]
+        model.__dict__.update(managed_forward.before)
     return model
 
 
-def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep:
-    """What `within` has decided for a model: policies, or tiles."""
+def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep | CompiledPlan:
+    """What `within` has decided for a model: policies, tiles, or what compiled kernels save."""
     managed_forward = model.__dict__.get("forward")
+    if is_compiled(managed_forward):
+        assert managed_forward.plan is not None
+        return managed_forward.plan
     if _is_streamed(managed_forward):
         assert managed_forward.step is not None
         return managed_forward.step
@@ -401,7 +419,7 @@ def _is_streamed(forward: Any) -> TypeGuard[StreamedForward]:
 
 
 def _announced(
-    model: nn.Module, plan: MemoryPlan | StreamedStep, budget: int | None, *, assumed: bool, quiet: bool
+    model: nn.Module, plan: MemoryPlan | StreamedStep | CompiledPlan, budget: int | None, *, assumed: bool, quiet: bool
 ) -> nn.Module:
     """The model, after saying what was chosen for it."""
     if quiet:

@@ -1,0 +1,1 @@
+"""torch.compile's kernels within a memory budget: `outcore.within(..., compile=True)`."""

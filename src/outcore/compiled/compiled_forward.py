@@ -1,0 +1,359 @@
+"""The forward that stands in a model's place when it is compiled within a budget.
+
+A model is compiled for each way of calling it: shapes, types, mode, autocast, and whether gradients are wanted. When it
+comes under its plan, steps are taken with the user's own batch, as for plans that are not compiled
+(`outcore.memory.saved_tensors.trial_steps`), and the model is put back as it was. If a step takes more than the
+budget, the difference is left free and the model compiled again, at most twice; if it still does not fit, or no choice
+is within the budget, that is refused with the smallest that would do. What cannot be compiled at all raises
+`CompilationError`, and the caller goes on without.
+
+Inductor's cache of compiled kernels works as ever. AOTAutograd's cache, which would skip the partitioner and so the
+plan, is off while a model is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from outcore.compiled.joint_graph import Rates
+from outcore.compiled.measured_peak import measured_peak
+from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
+from outcore.compiled.plan import CompiledPlan
+from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.errors import PlanError
+from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.structure import leaves, substitute
+from outcore.machine.units import format_bytes
+from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
+
+__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
+
+_COMPILATIONS = 3
+_STEPS = 2
+_FASTER = 0.97
+"""What a step must take over another, by prediction, to be compiled in its place."""
+_LIMIT = 256
+"""Ways of calling one function that torch.compile keeps, while ours are made."""
+_MARGIN = {"cuda": 0.02}
+"""Share of the budget that is left free for what predictions miss."""
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """What was asked for."""
+
+    budget_bytes: int | None
+    optimizer: OptimizerCost
+    loss: Callable[[Any], torch.Tensor] | None = None
+    loss_bytes: int = 0
+    plain_bytes: int = 0
+    """What plain training takes, by prediction."""
+    kernels: bool = True
+    """Inductor's; else the graphs run operation by operation."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Of Inductor."""
+
+
+@dataclass
+class _Entry:
+    """One way of calling the model."""
+
+    run: Callable[..., Any]
+    chooser: PieceChooser
+    ready: bool = False
+
+
+class CompiledForward:
+    """Runs the model's forward as compiled pieces."""
+
+    def __init__(self, model: nn.Module, inner: Callable[..., Any], settings: CompileSettings) -> None:
+        self.model, self.inner, self.settings = model, inner, settings
+        self.device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.rates = Rates.of(self.device)
+        self.entries: dict[Hashable, _Entry] = {}
+        self.corrected_bytes = 0
+        self.compile_s = 0.0
+        self.measured_bytes: int | None = None
+        self.plan: CompiledPlan | None = None
+        self.before: dict[str, Any] = {}
+        """What stood in the model's attributes, to be put back."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        key = self.key(args, kwargs)
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = self.entry(self.budget(args, kwargs))
+        if entry.ready:
+            return entry.run(*args, **kwargs)
+        with _compiling():
+            output = entry.run(*args, **kwargs)
+        entry.ready = True
+        entry.chooser.restart()
+        return output
+
+    def key(self, args: Any, kwargs: Any) -> Hashable:
+        """What a compiled forward depends on of a call."""
+        kind = self.device.type
+        shapes = tuple(
+            (p, t.shape, t.stride(), t.dtype, t.requires_grad) for p, t in leaves((args, kwargs), torch.Tensor)
+        )
+        modes = hash(tuple(module.training for module in self.model.modules()))
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return shapes, modes, torch.is_grad_enabled(), cast
+
+    def entry(self, budget_bytes: int | None, known: list[Piece] | None = None) -> _Entry:
+        """The model, to be compiled when it is called first."""
+        chooser = PieceChooser(budget_bytes, self.rates, known or (), self.settings.loss_bytes)
+        run = compile_planned(
+            self.inner, Partitioner(chooser), kernels=self.settings.kernels, **dict(self.settings.options)
+        )
+        return _Entry(run, chooser)
+
+    def own_bytes(self, args: Any, kwargs: Any) -> tuple[int, int]:
+        """What is there throughout a step: weights, the arguments, optimizer state; and the most that the optimizer's
+        own step adds to it."""
+        sizes = {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad}
+        state = self.settings.optimizer.state_bytes(sizes)
+        weights = _distinct_bytes([*self.model.parameters(), *self.model.buffers()])
+        given = _distinct_bytes(
+            [t for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == self.device.type]
+        )
+        update = sum(sizes.values()) + self.settings.optimizer.workspace_bytes(sizes)
+        return weights + given + state, update
+
+    def budget(self, args: Any, kwargs: Any) -> int | None:
+        """What is left for the values of a step."""
+        budget = self.settings.budget_bytes
+        if budget is None:
+            return None
+        margin = int(_MARGIN.get(self.device.type, 0.0) * budget)
+        return budget - self.own_bytes(args, kwargs)[0] - margin - self.corrected_bytes
+
+    def compile_first(self, args: Any, kwargs: Any) -> CompiledPlan:
+        """Compile for the first call, try a step, and correct.
+
+        Raises:
+            CompilationError: torch.compile cannot do it.
+            PlanError: the budget is too small.
+        """
+        args, kwargs = _with_content(args, kwargs, self.device)
+        own, update = self.own_bytes(args, kwargs)
+        budget = self.settings.budget_bytes
+        if budget is not None and own + update > budget:
+            raise _refusal(budget, own + update, "the weights with their gradients and the optimizer alone")
+        if budget is not None and self.device.type == "cuda":
+            grow_segments_from_now_on()
+        key = self.key(args, kwargs)
+        known: list[Piece] = []
+        best: tuple[float, _Entry, CompiledPlan] | None = None
+        for _ in range(_COMPILATIONS):
+            room = self.budget(args, kwargs)
+            try:
+                known = self._together(known, room, own)
+            except PlanError:
+                if best is None:
+                    raise
+                break
+            entry = self.entry(room, known)
+            start = time.perf_counter()
+            taken = self._try(entry, args, kwargs)
+            self.compile_s += time.perf_counter() - start
+            pieces = entry.chooser.pieces
+            entry.chooser.restart()
+            if not pieces:
+                raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
+            asked, known = [p.chosen.saved for p in known], pieces
+            self.measured_bytes = None if taken is None else own + taken
+            plan = self._plan(known, own, update)
+            if budget is None:
+                best = plan.seconds, entry, plan
+                break
+            if taken is not None and own + taken <= budget and (best is None or plan.seconds < best[0]):
+                best = plan.seconds, entry, plan
+            missed = (taken - peak_of([p.chosen for p in known])) if taken is not None else int(0.1 * budget)
+            if best is None:
+                self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
+            elif not self._worthwhile(known, asked, own, missed, args, kwargs):
+                break
+        if best is None:
+            assert budget is not None
+            raise _refusal(budget, self._least(known, own), "the smallest step that was found")
+        _, self.entries[key], self.plan = best
+        return self.plan
+
+    def _worthwhile(self, known: list[Piece], asked: list[Any], own: int, missed: int, args: Any, kwargs: Any) -> bool:
+        """Whether a step that fits should be compiled once more: pieces that were chosen one after the other may do
+        better together, and a prediction that was too high has left room."""
+        before = self.corrected_bytes
+        self.corrected_bytes = missed if missed < 0 else before
+        try:
+            together = self._together(known, self.budget(args, kwargs), own)
+        except PlanError:
+            self.corrected_bytes = before
+            return False
+        new = [p.chosen.saved for p in together]
+        gained = sum(p.chosen.seconds for p in together) < _FASTER * sum(p.chosen.seconds for p in known)
+        return gained and new != asked
+
+    def _together(self, known: list[Piece], room: int | None, own: int) -> list[Piece]:
+        """Choose again for pieces that are known."""
+        if not known:
+            return []
+        chosen = choose_together([p.frontier for p in known], room)
+        if chosen is None:
+            assert self.settings.budget_bytes is not None
+            raise _refusal(self.settings.budget_bytes, self._least(known, own), "the smallest step that was found")
+        return [replace(piece, chosen=point) for piece, point in zip(known, chosen, strict=True)]
+
+    def _least(self, pieces: list[Piece], own: int) -> int:
+        """The smallest budget that would do, with what predictions were seen to miss."""
+        smallest = own + peak_of([p.frontier.least for p in pieces]) + self.corrected_bytes
+        return int(smallest / (1 - _MARGIN.get(self.device.type, 0.0))) + 1
+
+    def _try(self, entry: _Entry, args: Any, kwargs: Any) -> int | None:
+        """What a step takes beside what is there throughout; none if it does not fit on the device at all."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        gradients = [(p, p.grad) for p in parameters]
+        for p in parameters:
+            p.grad = None
+        before = ModelState(self.model, state_tensors(self.model))
+
+        def step() -> None:
+            output = entry.run(*args, **kwargs)
+            loss = self.settings.loss
+            value = loss(output) if loss is not None else _total(output)
+            with torch.autocast(self.device.type, enabled=False):
+                value.backward()
+            del output, value
+            for p in parameters:
+                p.grad = None
+
+        try:
+            with _compiling():
+                step()
+            entry.ready = True
+            return max(measured_peak(step, self.device) for _ in range(_STEPS - 1))
+        except torch.OutOfMemoryError:
+            return None
+        except PlanError:
+            raise
+        except Exception as error:
+            raise CompilationError(
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            ) from error
+        finally:
+            before.restore()
+            for p, gradient in gradients:
+                p.grad = gradient
+
+    def _plan(self, pieces: list[Piece], own: int, update: int) -> CompiledPlan:
+        chosen, fastest = [p.chosen for p in pieces], [p.fastest for p in pieces]
+        return CompiledPlan(
+            budget_bytes=self.settings.budget_bytes,
+            peak_bytes=own + max(peak_of(chosen) + self.corrected_bytes, update),
+            fastest_bytes=own + max(peak_of(fastest), update),
+            plain_bytes=self.settings.plain_bytes,
+            least_bytes=own + max(peak_of([p.frontier.least for p in pieces]), update),
+            measured_bytes=self.measured_bytes,
+            corrected_bytes=self.corrected_bytes,
+            seconds=sum(p.seconds for p in chosen),
+            fastest_s=sum(p.seconds for p in fastest),
+            pieces=len(pieces),
+            saved_bytes=sum(p.saved_bytes for p in chosen),
+            again=sum(p.again for p in pieces),
+            compile_s=self.compile_s,
+        )
+
+
+def install_compiled_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: CompileSettings
+) -> CompiledPlan:
+    """Put a compiled forward in a model's place.
+
+    Args:
+        model: the user's; one that was compiled already is planned anew.
+        args: of a call.
+        kwargs: of a call.
+        settings: what was asked for.
+
+    Raises:
+        CompilationError: torch.compile cannot do it; the model is as it was.
+        PlanError: the budget is too small.
+    """
+    wrapped = getattr(model, "_orig_mod", None)
+    inner = _calling(wrapped) if isinstance(wrapped, nn.Module) else model.forward
+    forward = CompiledForward(model, inner, settings)
+    plan = forward.compile_first(args, kwargs)
+    for name in ("forward", "_compiled_call_impl"):
+        if name in model.__dict__:
+            forward.before[name] = model.__dict__.pop(name)
+    if "_compiled_call_impl" in forward.before:
+        model.__dict__["_compiled_call_impl"] = None
+    model.__dict__["forward"] = forward
+    return plan
+
+
+def _calling(model: nn.Module) -> Callable[..., Any]:
+    """A function that calls a model, with its hooks; torch.compile does not trace a module's own call by itself."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """A context in which torch.compile asks the partitioner, and keeps as many versions as there are."""
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limits = {
+        name: max(_LIMIT, getattr(torch._dynamo.config, name)) for name in names if hasattr(torch._dynamo.config, name)
+    }
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._dynamo.config.patch(**limits):
+        yield
+
+
+def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
+    refused = PlanError(
+        f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
+        f'{format_bytes(least_bytes)}; give memory="{-(-least_bytes // 2**20)}MiB" or more, a smaller batch, or '
+        "leave compile=True away"
+    )
+    refused.least_bytes = least_bytes
+    return refused
+
+
+def _with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to run with: numbers where only shapes were given."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            return tensor
+        make = torch.randn if tensor.dtype.is_floating_point else torch.zeros
+        return make(tuple(tensor.shape), dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)
+    return found
+
+
+def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
+    """The bytes of tensors, shared memory once."""
+    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
+
+
+def _total(output: Any) -> torch.Tensor:
+    """The sum of all results that lead back to parameters."""
+    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
+    if not found:
+        raise CompilationError("nothing that this model returns leads back to a parameter that requires a gradient")
+    return torch.stack([t.float().sum() for t in found]).sum()

@@ -1,0 +1,45 @@
+"""The most that a piece of work held, by whoever counts on its device.
+
+On a GPU that is the caching allocator, and what counts is what it had to reserve. On a CPU nobody counts all the time;
+torch's profiler reports every allocation and every release, also those of compiled kernels, and their running sum is
+the curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from outcore.memory.cuda_graphs.pool import give_back
+
+__all__ = ["measured_peak"]
+
+
+def measured_peak(run: Callable[[], object], device: torch.device) -> int:
+    """The bytes that `run` takes at its peak beyond what is there when it begins."""
+    return _on_cuda(run, device) if device.type == "cuda" else _on_cpu(run)
+
+
+def _on_cuda(run: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    give_back()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.max_memory_reserved(device) - before)
+
+
+def _on_cpu(run: Callable[[], object]) -> int:
+    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as watched:
+        run()
+    results = watched.kineto_results
+    assert results is not None
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    live = peak = 0
+    for event in events:
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,134 @@
+"""The compiled pieces of a model share one budget.
+
+Where Python cannot be traced, torch.compile breaks the graph: the model runs as several pieces, each with a joint graph
+of its own, in the same order in every step. What a piece saves is held until its backward, which comes after those of
+all later pieces. So the budget holds if for each piece what the ones before it hold, and its own peak, are within it.
+When the first step runs, pieces appear one after the other, and each has what is left. Once all are known, they are
+chosen together: from the fastest points of their frontiers, always the step down that costs least for what it brings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from outcore.compiled.joint_graph import JointGraph, Rates
+from outcore.compiled.lifetimes import StepOfGraph
+from outcore.compiled.search import Frontier, search
+from outcore.compiled.torch_partitioner import Partition
+
+__all__ = ["Piece", "PieceChooser", "choose_together", "peak_of"]
+
+_COUNTABLE = 4096
+
+
+@dataclass
+class Piece:
+    """One compiled piece of a model."""
+
+    frontier: Frontier
+    chosen: StepOfGraph
+    names: tuple[str, ...]
+    """Of its nodes, by which it is recognised in the next compilation."""
+    again: int = 0
+    """Values that the backward makes again."""
+
+    @property
+    def fastest(self) -> StepOfGraph:
+        """The step that torch.compile would take by itself, or a faster one."""
+        return self.frontier.points[0]
+
+
+def peak_of(points: Sequence[StepOfGraph]) -> int:
+    """What the pieces hold at most when each runs as chosen."""
+    before = most = 0
+    for point in points:
+        most = max(most, before + point.peak_bytes)
+        before += point.forward_bytes
+    return most
+
+
+def choose_together(frontiers: Sequence[Frontier], budget_bytes: int | None) -> list[StepOfGraph] | None:
+    """The points of several frontiers that are within a budget together; none if there are none."""
+    chosen = [0 for _ in frontiers]
+
+    def points() -> list[StepOfGraph]:
+        return [f.points[k] for f, k in zip(frontiers, chosen, strict=True)]
+
+    if budget_bytes is None:
+        return points()
+    while (over := peak_of(points()) - budget_bytes) > 0:
+        best: tuple[float, int, int] | None = None
+        here = points()
+        for number, frontier in enumerate(frontiers):
+            for k in range(chosen[number] + 1, len(frontier.points)):
+                there = [*here[:number], frontier.points[k], *here[number + 1 :]]
+                gained = float(min(over, over - (peak_of(there) - budget_bytes)))
+                gained = gained if gained > 0 else 1e-6 * (here[number].forward_bytes - there[number].forward_bytes)
+                if gained <= 0:
+                    continue
+                price = (there[number].seconds - here[number].seconds) / gained
+                if best is None or price < best[0]:
+                    best = price, number, k
+        if best is None:
+            return _of_all(frontiers, budget_bytes)
+        chosen[best[1]] = best[2]
+    # What was taken too much on the way down is given back.
+    for number, frontier in enumerate(frontiers):
+        for k in range(chosen[number]):
+            there = points()
+            there[number] = frontier.points[k]
+            if peak_of(there) <= budget_bytes:
+                chosen[number] = k
+                break
+    return points()
+
+
+def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGraph] | None:
+    """The fastest of all choices that are within a budget, where they can be counted; else the smallest, if it is."""
+    choices: Iterable[tuple[StepOfGraph, ...]] = itertools.product(*(f.points for f in frontiers))
+    if math.prod(len(f.points) for f in frontiers) > _COUNTABLE:
+        holding = (min(f.points, key=lambda p: p.forward_bytes) for f in frontiers)
+        choices = (tuple(f.least for f in frontiers), tuple(holding))
+    fitting = [choice for choice in choices if peak_of(choice) <= budget_bytes]
+    best = min(fitting, key=lambda choice: sum(p.seconds for p in choice), default=None)
+    return None if best is None else list(best)
+
+
+class PieceChooser:
+    """Answers torch's partitioner, piece by piece."""
+
+    def __init__(
+        self, budget_bytes: int | None, rates: Rates, known: Sequence[Piece] = (), loss_bytes: int = 0
+    ) -> None:
+        self.budget_bytes, self.rates, self.loss_bytes = budget_bytes, rates, loss_bytes
+        self.known = list(known)
+        """Of a compilation before, with what was chosen for them together."""
+        self.pieces: list[Piece] = []
+
+    def __call__(self, partition: Partition) -> list[fx.Node]:
+        """The nodes of a joint graph to save."""
+        graph = JointGraph(partition, self.rates)
+        names = tuple(node.name for node in graph.nodes)
+        number = len(self.pieces)
+        before = self.known[number] if number < len(self.known) and self.known[number].names == names else None
+        frontier = before.frontier if before is not None else search(graph, loss_bytes=self.loss_bytes)
+        chosen = before.chosen if before is not None else self._alone(frontier)
+        self.pieces.append(Piece(frontier, chosen, names, sum(graph.is_forward[i] for i in chosen.again)))
+        return [graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)]
+
+    def restart(self) -> None:
+        """The next piece is the first of a step again: what is compiled once more is chosen as before."""
+        if self.pieces:
+            self.known, self.pieces = self.pieces, []
+
+    def _alone(self, frontier: Frontier) -> StepOfGraph:
+        """The choice for a piece while nothing is known of the next ones."""
+        if self.budget_bytes is None:
+            return frontier.points[0]
+        held = sum(piece.chosen.forward_bytes for piece in self.pieces)
+        return frontier.within(self.budget_bytes - held) or frontier.least

@@ -1,0 +1,67 @@
+"""What was chosen for a compiled model, and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.machine.units import format_bytes
+from outcore.policies import Policy
+
+__all__ = ["CompiledPlan"]
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A step of Inductor's kernels, cut by our choice of what is saved."""
+
+    budget_bytes: int | None
+    peak_bytes: int
+    """Predicted, with weights, gradients, optimizer state and arguments."""
+    fastest_bytes: int
+    """The same for what torch.compile chooses by itself."""
+    plain_bytes: int
+    """The same for plain training."""
+    least_bytes: int
+    """The smallest peak that was found."""
+    measured_bytes: int | None
+    """Of a step that was tried before training."""
+    corrected_bytes: int
+    """What steps were seen to take beyond the prediction, and is left free."""
+    seconds: float
+    """Predicted for forward and backward."""
+    fastest_s: float
+    pieces: int
+    """Compiled pieces of the model: one, unless Python could not be traced somewhere."""
+    saved_bytes: int
+    again: int
+    """Values of the forward that the backward makes again."""
+    compile_s: float
+    """What compiling took."""
+
+    exactness = "reassociated"
+
+    @property
+    def policy(self) -> dict[str, Policy]:
+        """By value of the user's model: none, since what is saved are values of the joint graph."""
+        return {}
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted time over that of torch.compile by itself."""
+        return self.seconds / self.fastest_s if self.fastest_s else 1.0
+
+    def explain(self) -> str:
+        """The plan in a few lines."""
+        lines = [
+            f"peak {format_bytes(self.peak_bytes)} predicted (torch.compile {format_bytes(self.fastest_bytes)}, "
+            f"plain {format_bytes(self.plain_bytes)}); "
+            f"{self.slowdown:.2f}x the time of torch.compile; compiled in {self.compile_s:.0f} s as {self.pieces} "
+            f"piece{'s' * (self.pieces != 1)}",
+            f"  {format_bytes(self.saved_bytes)} saved for the backward, {self.again} values made again in it; results "
+            "are reassociated, and random numbers are those of torch.compile",
+        ]
+        if self.measured_bytes is not None:
+            lines.append(f"  measured {format_bytes(self.measured_bytes)} in a step before training")
+        if self.corrected_bytes:
+            lines.append(f"  {format_bytes(self.corrected_bytes)} of the budget are left for what predictions miss")
+        return "\n".join(lines)

@@ -1,0 +1,247 @@
+"""The one file that knows torch's private partitioner.
+
+`torch.compile` traces forward and backward into one *joint graph*, and a partitioner decides which of its values the
+forward hands to the backward; the backward makes everything else again. Inductor takes a partitioner of the user's by
+`torch._inductor.config.custom_partitioner_fn`. Extracting the two graphs from the joint one is full of detail (random
+numbers, mutations, collectives, sub-graphs, the order of the backward), differs between versions, and is right in
+torch. So only the choice is replaced: `Partitioner` calls torch's own partitioner, with `choose_saved_values_set`
+exchanged for ours while it runs in this thread. A graph that cannot be planned (symbolic sizes) has
+torch's choice.
+
+What backward may make again: operations of torch itself that neither draw random numbers nor write to their arguments,
+and that do not read an input which the forward overwrites, since its old numbers are gone by then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from outcore.errors import OutcoreError
+
+__all__ = ["CompilationError", "Partition", "Partitioner", "compile_planned", "support"]
+
+_PURE_NAMESPACES = frozenset({"aten", "prims"})
+_local = threading.local()
+
+
+class CompilationError(OutcoreError, RuntimeError):
+    """A model, or this version of torch, for which there is no compiled plan."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph as torch's partitioner hands it over, with what each node may be used for."""
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    """What the forward is given: parameters, buffers, arguments, seeds."""
+    forward: frozenset[fx.Node]
+    """The nodes that the forward's own results need."""
+    backward: frozenset[fx.Node]
+    """The nodes that need a gradient of a result; whatever is neither is computed where it is needed."""
+    fixed: frozenset[fx.Node]
+    """Nodes that must not run a second time: backward has them only if they are saved."""
+    outputs: list[fx.Node]
+    """Results of the forward: the model's, and new contents of what it overwrites."""
+    gradients: list[fx.Node]
+    """Results of the backward."""
+    fusible: frozenset[fx.Node]
+    """Nodes that Inductor can compute inside the kernel of their reader."""
+    torch_choice: Callable[[float], list[fx.Node]]
+    """What torch would save, by its own memory budget from 0 to 1."""
+
+
+def support() -> str | None:
+    """Why this version of torch cannot be given a partitioner; none if it can."""
+    needed = ("choose_saved_values_set", "min_cut_rematerialization_partition", "get_default_op_list", "NodeInfo")
+    missing = [name for name in needed if not hasattr(partitioners, name)]
+    if missing or not hasattr(config, "custom_partitioner_fn"):
+        return f"torch {torch.__version__} has no {', '.join(missing) or 'custom_partitioner_fn'}"
+    return None
+
+
+class Partitioner(CustomPartitionerFn):
+    """Torch's partitioner with our choice of what is saved; what Inductor's configuration takes.
+
+    Args:
+        choose: from a joint graph to the nodes to save.
+        asked: what the choice depends on beside the graph, for torch's caches.
+    """
+
+    def __init__(self, choose: Callable[[Partition], Sequence[fx.Node]], asked: str = "") -> None:
+        self.choose, self.asked = choose, asked
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward of a joint graph."""
+        for node in gm.graph.nodes:
+            node.meta.pop("recompute", None)  # of checkpoints: what they mark is planned like the rest
+        count: int = kwargs["num_fwd_outputs"]
+        _install()
+        stack = _local.__dict__.setdefault("stack", [])
+        stack.append((self.choose, count))
+        try:
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        finally:
+            stack.pop()
+
+    def uuid(self) -> str:
+        """A name for this planner and what it was asked, by which torch's caches tell its graphs from others."""
+        return f"{_source_hash()}-{self.asked}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # torch hashes its configuration by pickling it
+
+    def __deepcopy__(self, memo: Any) -> Partitioner:
+        return self
+
+
+def _install() -> None:
+    """Put a function in the place of torch's that asks the thread's own choice, and torch's where there is none."""
+    theirs = partitioners.choose_saved_values_set
+    if getattr(theirs, "_outcore", False):
+        return
+
+    def choose_saved_values_set(joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        stack = getattr(_local, "stack", None)
+        if not stack or any(_symbolic(node) for node in joint_graph.nodes):
+            return theirs(joint_graph, node_info, memory_budget=memory_budget)
+        choose, count = stack[-1]
+        return list(choose(_partition(joint_graph, node_info, theirs, count)))
+
+    choose_saved_values_set._outcore = True  # type: ignore[attr-defined]
+    partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def _symbolic(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return True
+    return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+
+
+def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]], count: int) -> Partition:
+    kinds = partitioners.get_default_op_list()
+    overwritten = _overwritten(graph, info.inputs)
+    results = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+    assert isinstance(results, (list, tuple))
+    forward = frozenset(info.required_fw_nodes)
+    backward = frozenset(info.tangents_closure)
+    fixed: set[fx.Node] = set()
+    for node in graph.nodes:  # in the order of computing: an output of what is fixed is fixed
+        if node.op == "call_function" and node not in backward and not _repeatable(node, overwritten, fixed):
+            fixed.add(node)
+    return Partition(
+        graph=graph,
+        inputs=list(info.inputs),
+        forward=forward,
+        backward=backward,
+        fixed=frozenset(fixed),
+        outputs=[node for node in results[:count] if isinstance(node, fx.Node)],
+        gradients=[node for node in results[count:] if isinstance(node, fx.Node)],
+        fusible=frozenset(n for n in graph.nodes if n.op == "call_function" and kinds.is_fusible(n)),
+        torch_choice=lambda budget: theirs(graph, info, memory_budget=budget),
+    )
+
+
+def _overwritten(graph: fx.Graph, inputs: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The inputs whose contents the forward changes: by a copy in the graph, or after it, as the descriptions of its
+    results say."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    found = {node.args[0] for node in calls if node.target is torch.ops.aten.copy_.default}
+    results = next(node for node in reversed(graph.nodes) if node.op == "output")
+    described = torch.utils._pytree.tree_leaves(results.meta.get("desc"))
+    changed = {input_ for one in described if (input_ := getattr(one, "mutated_input", None)) is not None}
+    return frozenset(node for node in inputs if node in found or node.meta.get("desc") in changed)
+
+
+def _repeatable(node: fx.Node, overwritten: frozenset[fx.Node], fixed: set[fx.Node]) -> bool:
+    """Whether a node computes the same again in the backward."""
+    if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+        return False
+    if any(source in overwritten for source in node.all_input_nodes):
+        return False
+    if node.target is operator.getitem:
+        return node.args[0] not in fixed
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace not in _PURE_NAMESPACES or node.target._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return _draws_nothing(node)
+    return True
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether an operation that could draw random numbers is told not to: attention without dropout."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for place, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.kwargs.get(
+                argument.name, node.args[place] if place < len(node.args) else argument.default_value
+            )
+            return bool(given == 0)
+    return False
+
+
+def compile_planned(
+    function: Callable[..., Any], partitioner: Partitioner, *, kernels: bool = True, **options: Any
+) -> Callable[..., Any]:
+    """`torch.compile` with our partitioner; every shape is compiled for itself.
+
+    Args:
+        function: what to compile.
+        partitioner: ours.
+        kernels: whether Inductor makes kernels; else the two graphs run operation by operation.
+        options: of Inductor.
+
+    Raises:
+        CompilationError: this version of torch has no such hook.
+    """
+    if (why := support()) is not None:
+        raise CompilationError(why)
+    compiled: Callable[..., Any]
+    if kernels:
+        settings = {"custom_partitioner_fn": partitioner, **options}
+        compiled = torch.compile(function, dynamic=False, options=settings)
+    else:
+        compiled = torch.compile(function, dynamic=False, backend=_graphs_as_they_are(partitioner))
+    return compiled
+
+
+def _graphs_as_they_are(partitioner: Partitioner) -> Any:
+    """A backend of torch.compile that runs the graphs of a partitioner, after Inductor's decompositions."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor import lowering  # noqa: F401  (its decompositions ask for it)
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(graph: fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=select_decomp_table)
+
+
+_HASH: list[str] = []
+
+
+def _source_hash() -> str:
+    """A name for this version of the planner, by which torch's caches tell its results from others."""
+    if not _HASH:
+        sources = sorted(Path(__file__).parent.glob("*.py"))
+        _HASH.append(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest())
+    return _HASH[0]

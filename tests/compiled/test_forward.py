@@ -1,0 +1,152 @@
+"""Training under `within(..., compile=True)`, beside plain training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+
+import outcore
+from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
+from outcore.compiled.measured_peak import measured_peak
+from outcore.compiled.plan import CompiledPlan
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.errors import PlanError
+from tests.compiled.oracle import BOUND, step, worst
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    logging.disable(logging.WARNING)
+    with torch._inductor.config.patch(compile_threads=1):  # so that no pool of threads stays
+        yield
+    logging.disable(logging.NOTSET)
+    torch._dynamo.reset()
+
+
+def chain(layers: int = 6) -> nn.Sequential:
+    """Linear layers with norms and activations."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Sigmoid()) for _ in range(layers))
+    ).double()
+
+
+@needs_compiler
+def test_a_compiled_step_is_within_its_budget_and_trains_as_plain() -> None:
+    model: nn.Module = chain()
+    images, plain = torch.randn(1024, 64, dtype=torch.float64), copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    model = outcore.within(model, (images,), memory="65%", compile=True, optimizer=0.0, quiet=True)
+    plan = outcore.memory_plan(model)
+    assert isinstance(plan, CompiledPlan) and plan.budget_bytes is not None
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "trying steps changed the model"
+    for _ in range(2):
+        assert worst(step(model, model, (images,), {}), step(plain, plain, (images,), {})) < BOUND
+    model.zero_grad()
+    own = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), images))
+    taken = own + measured_peak(lambda: model(images).sum().backward(), torch.device("cpu"))
+    assert taken <= plan.budget_bytes < plan.fastest_bytes
+    assert 0.8 * taken < plan.peak_bytes < 1.25 * taken
+    assert "forward" not in outcore.release(model).__dict__
+
+
+def test_another_shape_and_mode_are_compiled_for_themselves() -> None:
+    model = chain(2)
+    plain = copy.deepcopy(model)
+    images = torch.randn(16, 64, dtype=torch.float64)
+    settings = CompileSettings(None, OptimizerCost.of(0.0), kernels=False)
+    install_compiled_forward(model, (images,), {}, settings)
+    for rows, training in ((16, True), (7, True), (16, False), (7, True)):
+        model.train(training), plain.train(training)
+        ours, theirs = step(model, model, (images[:rows],), {}), step(plain, plain, (images[:rows],), {})
+        assert worst(ours, theirs) < BOUND
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), plain(images))
+
+
+def test_pieces_between_graph_breaks_are_planned_together() -> None:
+    class Broken(nn.Module):
+        """A network whose middle cannot be traced."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = chain(3), chain(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """What both parts make of it."""
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)  # type: ignore[no-any-return]
+
+    model, images = Broken(), torch.randn(32, 64, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plan = install_compiled_forward(model, (images,), {}, CompileSettings(None, OptimizerCost.of(0.0), kernels=False))
+    assert plan.pieces == 2
+    assert worst(step(model, model, (images,), {}), step(plain, plain, (images,), {})) < BOUND
+
+
+def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can() -> None:
+    model, images = chain(2), torch.randn(256, 64, dtype=torch.float64)
+    with pytest.raises(PlanError) as refused:
+        install_compiled_forward(model, (images,), {}, CompileSettings(1000, OptimizerCost.of(0.0), kernels=False))
+    assert refused.value.least_bytes is not None and refused.value.least_bytes > 1000
+    assert "forward" not in model.__dict__
+
+
+def test_what_cannot_be_compiled_is_managed_without_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    class Hidden(nn.Module):
+        """A network that torch.compile leaves alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """The layer's result."""
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model = outcore.within(Hidden(), (torch.randn(2, 4),), memory=None, compile=True)
+    assert "not compiled" in capsys.readouterr().err
+    assert not isinstance(outcore.memory_plan(model), CompiledPlan)
+    model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_model_that_the_user_compiled_is_planned_anew() -> None:
+    model, images = chain(2), torch.randn(8, 64, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    compiled: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    install_compiled_forward(compiled, (images,), {}, CompileSettings(None, OptimizerCost.of(0.0), kernels=False))
+    ours = step(model, compiled, (images,), {})
+    assert worst(ours, step(plain, plain, (images,), {})) < BOUND
+    plan = outcore.memory_plan(compiled)
+    assert isinstance(plan, CompiledPlan) and plan.pieces == 1
+    outcore.release(compiled)
+    compiled(images)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("share", ["100%", "55%"])
+def test_dropout_draws_what_torch_compile_draws_whatever_is_made_again(share: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+    model: nn.Module = nn.Sequential(*layers).double()
+    images = torch.randn(512, 64, dtype=torch.float64)
+    other = copy.deepcopy(model)
+    theirs = step(other, torch.compile(other, dynamic=False), (images,), {})
+    torch._dynamo.reset()
+    model = outcore.within(model, (images,), memory=share, compile=True, optimizer=0.0, quiet=True)
+    assert isinstance(outcore.memory_plan(model), CompiledPlan)
+    assert worst(step(model, model, (images,), {}), theirs) < BOUND
