@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from outcore.cli.common.wording import typed
 from outcore.cli.main import _FILES, COMMANDS
-from outcore.cli.wording import typed
 from tests.cli.command import outcore_command
 
 

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from outcore.bench.families import FAMILIES, family
 from outcore.bench.suite import BenchResult, FamilyResult, run_suite
-from outcore.cli.messages import working, wrote
-from outcore.cli.options import Json
+from outcore.cli.common.messages import working, wrote
+from outcore.cli.common.options import Json
 from outcore.documents import read_json
 from outcore.errors import OutcoreError
 from outcore.machine import format_bytes, format_time, known

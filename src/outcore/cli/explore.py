@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from outcore.cli.messages import working, wrote
-from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.common.messages import working, wrote
+from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import OutcoreError
 
 __all__ = ["explore"]

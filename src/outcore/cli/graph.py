@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outcore import report
-from outcore.cli.messages import working, wrote
-from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.common.messages import working, wrote
+from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine.units import format_bytes

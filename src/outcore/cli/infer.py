@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outcore.cli.options import Arguments, JobName, Json
+from outcore.cli.common.options import Arguments, JobName, Json
 from outcore.errors import DataError, FullDiskError, MissingPackageError, OutcoreError
 
 if TYPE_CHECKING:

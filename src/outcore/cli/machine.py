@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from outcore.cli.messages import wrote
+from outcore.cli.common.messages import wrote
 from outcore.errors import MachineError
 from outcore.machine import Machine, catalogue_table, find, machine_table, names, parse, probe
 

@@ -121,7 +121,7 @@ def _options(
 
 def main() -> None:
     """Run the command; every `OutcoreError` becomes one message and an exit code."""
-    from outcore.cli.wording import typed
+    from outcore.cli.common.wording import typed
     from outcore.errors import OutcoreError
 
     try:
@@ -158,7 +158,7 @@ def _is_interruption(error: BaseException | None) -> bool:
 
 def _hints(error: BaseException) -> list[str]:
     """Hints from the frames of an error; a failure to find any is ignored."""
-    from outcore.cli.blame import hints
+    from outcore.cli.common.blame import hints
 
     try:
         return hints(error) if "torch" in sys.modules else []

@@ -10,9 +10,9 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from outcore.cli.messages import working, wrote
+from outcore.cli.common.messages import working, wrote
+from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.cli.one_device import plain_bytes, plan_on_one_device
-from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job

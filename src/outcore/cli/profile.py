@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outcore.cli.image_sizes import multiple_of, rounded, scale_images
-from outcore.cli.messages import Interruption, working, wrote
-from outcore.cli.options import Arguments, Inputs, JobName, Json
+from outcore.cli.common.image_sizes import multiple_of, rounded, scale_images
+from outcore.cli.common.messages import Interruption, working, wrote
+from outcore.cli.common.options import Arguments, Inputs, JobName, Json
 from outcore.cost.predicted.scaling import Scaling
 from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile

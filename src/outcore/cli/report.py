@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outcore.cli.options import Json
+from outcore.cli.common.options import Json
 
 __all__ = ["report"]
 

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 
 if TYPE_CHECKING:
     from outcore.fusion.sweep.sweep import Sweep

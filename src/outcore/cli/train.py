@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outcore.cli.options import Arguments, Batch, Inputs, Json
+from outcore.cli.common.options import Arguments, Batch, Inputs, Json
 
 __all__ = ["train"]
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
 from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_budget

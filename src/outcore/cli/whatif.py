@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console, RenderableType
 
-from outcore.cli.messages import working, wrote
-from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.common.messages import working, wrote
+from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import WhatIfError
 from outcore.job import Job
 from outcore.machine import Device, known, parse

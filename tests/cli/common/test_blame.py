@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outcore.cli.blame import block_of, hints
+from outcore.cli.common.blame import block_of, hints
 from outcore.cli.main import main
 from tests.cli.command import outcore_command
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.cli.image_sizes import multiple_of, scale_images
-from outcore.cli.messages import Interruption
+from outcore.cli.common.image_sizes import multiple_of, scale_images
+from outcore.cli.common.messages import Interruption
 from outcore.cli.profile import from_measured
 from outcore.cost.predicted.scaling import Scaling, SizePoint
 from outcore.cost.profile import profile
