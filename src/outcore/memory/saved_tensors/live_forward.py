@@ -43,7 +43,6 @@ from outcore.memory.saved_tensors.recompute import RecordedCall, generators_of, 
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
 from outcore.memory.saved_tensors.saved_buffers import SavedBuffers, tensors_in, unpack
 from outcore.ops.recomputable import again
-from outcore.policies import RECOMPUTE
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
@@ -367,7 +366,7 @@ def _hide_from_compiler() -> None:
     """A function that is compiled inside forward runs as it is written, not traced through what stands here."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _hidden:
-        for name in ("live_forward", "saved_buffers", "saved_buffer", RECOMPUTE, "module_calls"):
+        for name in ("live_forward", "saved_buffers", "saved_buffer", "recompute"):
             rules.add(f"outcore.memory.saved_tensors.{name}")
         rules.add("outcore.memory.replay.replay_buffer")
         _hidden.append(True)
