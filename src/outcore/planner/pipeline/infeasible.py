@@ -15,7 +15,7 @@ __all__ = ["refusal"]
 
 _RANKS = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64)
 _CAREFUL = 3
-_HALVINGS = 4
+_HALVINGS = 3
 
 
 def refusal(search: PlanSearch, devices: int, cap: int | None, planner: StagePlanner | None = None) -> str:

@@ -281,7 +281,7 @@ class PlanSearch:
             return []
         best_s = min((j[0].time_s / j[1].batches_trained for j in found), default=float("inf"))
         tried = self.in_order(self.simulated(candidates, None) or self.smallest(devices))
-        tried = [j for j in tried if max(j[0].peak_bytes) > cap][:_SIMULATED]
+        tried = [j for j in tried if max(j[0].peak_bytes) > cap][:_CAREFUL]
         made = []
         for predicted, candidate, stages in tried if found else [*tried, *self.smallest(devices)]:
             if predicted.time_s / candidate.batches_trained >= best_s:

@@ -31,8 +31,8 @@ from outcore.program.stages import Stage, Stages
 
 __all__ = ["StagePlanner", "described", "rebased"]
 
-_SEARCH_S = 0.25
-_TRIES = 4
+_SEARCH_S = 0.15
+_TRIES = 3
 _HOST = OffloadTarget(10e9, 10e9, least_bytes=2**16)
 """To the host and back, where the machine does not say."""
 
