@@ -1,4 +1,7 @@
-"""Keras models: carried over to torch, trained there, and carried back."""
+"""Keras models: carried over to torch, trained there, and carried back.
+
+Keras itself is imported by the call that needs it; importing this package does not import it.
+"""
 
 from outcore.keras.convert import to_torch
 from outcore.keras.twin import Twin

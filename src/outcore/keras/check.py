@@ -27,7 +27,9 @@ def example_inputs(model: Any, size: int = 32, batch: int = 2, seed: int = 0) ->
     random = np.random.default_rng(seed)
     most = min((int(layer.input_dim) for layer in _all_layers(model) if hasattr(layer, "input_dim")), default=2)
     made = []
-    for tensor in leaves(model._inputs_struct if hasattr(model, "_inputs_struct") else model._functional._inputs_struct):
+    for tensor in leaves(
+        model._inputs_struct if hasattr(model, "_inputs_struct") else model._functional._inputs_struct
+    ):
         shape = (batch, *(size if n is None else n for n in tensor.shape[1:]))
         if "float" in str(tensor.dtype):
             made.append(random.standard_normal(shape).astype(str(tensor.dtype)))

@@ -201,7 +201,7 @@ class _GraphWalk:
             kwargs,
             self.conversion.part,
         )
-        if any(name == "mask" or name.endswith("_mask") and name != "attention_mask" for name in kwargs):
+        if any(name == "mask" or (name.endswith("_mask") and name != "attention_mask") for name in kwargs):
             if not re.match(r"keras\.src\.ops", type(layer).__module__) and "use_causal_mask" not in kwargs:
                 site.refuse("it is called with a mask", "masks are not carried over")
         part = self.conversion.part(layer, site)
@@ -228,8 +228,12 @@ class _GraphWalk:
             if any(isinstance(m, Fixed) and m.mode != training for m in modes):
                 site.refuse(f"it is called with training={training} and otherwise too", "give each call its own layer")
         for name, child in self.twin._modules.items():
-            if child is module or isinstance(child, Fixed) and child.inner is module:
-                if isinstance(child, Fixed) != (training is not None) or isinstance(child, Fixed) and child.mode != training:
+            if child is module or (isinstance(child, Fixed) and child.inner is module):
+                if (
+                    isinstance(child, Fixed) != (training is not None)
+                    or (isinstance(child, Fixed)
+                    and child.mode != training)
+                ):
                     site.refuse("it is called with training= given and without", "give each call its own layer")
                 return name
         name = module_name(layer.name)
@@ -313,7 +317,7 @@ def _what_to_do(layer: Any) -> str:
         return "augment in the data set instead"
     name = type(layer).__name__
     return (
-        f"pass to_torch(model, layers={{{name}: function}}) a function that makes a torch module of the layer, or write "
+        f"pass to_torch(model, layers={{{name}: function}}) a function that makes a torch module of it, or write "
         "it with layers that are known"
     )
 

@@ -2,21 +2,55 @@
 
 Keras takes seconds to import and is an extra. A Keras model can only be there when Keras has been imported already, so
 asking for its class in the modules that are loaded is enough.
+
+Keras draws the seeds of its initial weights from Python's `random`. Where torch's seed is what makes two builds of a
+job the same, as on several ranks, `seeded_by_torch` makes Keras follow it.
+
+Triton and TensorFlow each bring a copy of LLVM, and a process that loads Triton after TensorFlow ends with a
+segmentation fault; torch loads Triton as soon as an optimizer is made. The other order works. So Triton is loaded
+first wherever outcore is the one who loads Keras, and kept out where TensorFlow is there already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
+import random
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from outcore.errors import ModelError
 
-__all__ = ["is_keras", "is_keras_2", "require_keras"]
+__all__ = ["as_module", "is_keras", "is_keras_2", "require_keras", "seeded_by_torch", "settle_triton"]
+
+
+def settle_triton(source: str = "keras") -> None:
+    """Load Triton before TensorFlow is, or keep it from being loaded after it.
+
+    Args:
+        source: Python text that is about to run; nothing is loaded for one that speaks of neither.
+    """
+    if "triton" in sys.modules:
+        return
+    if "tensorflow" in sys.modules:
+        sys.modules["triton"] = None  # type: ignore[assignment]  # importing it is an ImportError from now on
+    elif re.search(r"\b(keras|tensorflow)\b", source) and importlib.util.find_spec("tensorflow") is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton")
+
+
+settle_triton(source="")
 
 
 def require_keras() -> Any:
     """The keras package, version 3."""
+    settle_triton()
     try:
         keras = importlib.import_module("keras")
     except ModuleNotFoundError as error:
@@ -41,3 +75,34 @@ def is_keras_2(thing: Any) -> bool:
         kind.__module__.startswith(("tf_keras.", "keras.src.engine.", "keras.engine.", "tensorflow.python.keras."))
         for kind in type(thing).__mro__
     )
+
+
+def as_module(model: Any) -> Any:
+    """A Keras model as its twin; everything else as it is."""
+    if is_keras_2(model):
+        raise ModelError(
+            f"{type(model).__name__} is a model of Keras 2, which cannot be carried over; build it with Keras 3 "
+            "(import keras, version 3) and load the weights with model.load_weights"
+        )
+    if not is_keras(model):
+        return model
+    from outcore.keras.convert import to_torch
+
+    return to_torch(model)
+
+
+@contextmanager
+def seeded_by_torch() -> Iterator[None]:
+    """While this is open, Python's `random`, from which Keras draws its seeds, follows torch's generator.
+
+    Without Keras nothing is drawn, and Python's own state is put back in any case.
+    """
+    if "keras" not in sys.modules:
+        yield
+        return
+    before = random.getstate()
+    random.seed(int(torch.randint(2**62, (), device="cpu")))
+    try:
+        yield
+    finally:
+        random.setstate(before)

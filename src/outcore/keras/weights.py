@@ -20,7 +20,9 @@ def write_back(twin: Twin, model: Any) -> Any:
     """
     keras = require_keras()
     if not is_keras(model):
-        raise ModelError(f"write_back takes the Keras model that the twin was made from; given was {type(model).__name__}")
+        raise ModelError(
+            f"write_back takes the Keras model that the twin was made from; given was {type(model).__name__}"
+        )
     if not isinstance(twin, Twin):
         raise ModelError(f"write_back takes a twin made by to_torch; given was {type(twin).__name__}")
     variables = list(model.weights)
@@ -42,11 +44,13 @@ def from_torch(twin: Twin) -> Any:
     """A new Keras model with a twin's weights and statistics, built from the configuration of the first.
 
     Raises:
-        ModelError: the first model has layers of the user's own, which a configuration cannot rebuild; use `write_back`.
+        ModelError: the first model has layers of the user's own, which cannot be rebuilt; use `write_back`.
     """
     keras = require_keras()
     if not isinstance(twin, Twin) or twin.config is None:
-        raise ModelError("this twin keeps no configuration; use write_back(twin, model) with the model it was made from")
+        raise ModelError(
+            "this twin keeps no configuration; use write_back(twin, model) with the model it was made from"
+        )
     try:
         model = keras.models.model_from_json(twin.config)
     except (TypeError, ValueError) as error:

@@ -17,7 +17,9 @@ __all__: list[str] = []
 class MultiHeadAttention(nn.Module):
     """Attention of several heads, each projected by a matrix of its own."""
 
-    def __init__(self, sizes: dict[str, tuple[int, int]], heads: int, scale: float, dropout: float, *, bias: bool) -> None:
+    def __init__(
+        self, sizes: dict[str, tuple[int, int]], heads: int, scale: float, dropout: float, *, bias: bool
+    ) -> None:
         super().__init__()
         for name, (inputs, outputs) in sizes.items():
             setattr(self, name, nn.Linear(inputs, outputs, bias=bias))
@@ -91,9 +93,7 @@ class Attention(nn.Module):
         self.scale = None if learnt is None else nn.Parameter(torch.empty(learnt))
         self.concat_score_weight = nn.Parameter(torch.empty(())) if concat else None
 
-    def forward(
-        self, given: Any, return_attention_scores: bool = False, use_causal_mask: bool = False
-    ) -> Any:
+    def forward(self, given: Any, return_attention_scores: bool = False, use_causal_mask: bool = False) -> Any:
         """Query, value and perhaps key, as one list."""
         query, value = given[0], given[1]
         key = given[2] if len(given) > 2 else value

@@ -33,12 +33,17 @@ def same_padding(size: int, window: int, stride: int, dilation: int = 1) -> tupl
 
 
 def pad_same(
-    x: torch.Tensor, window: Sequence[int], stride: Sequence[int], dilation: Sequence[int] | None = None, value: float = 0.0
+    x: torch.Tensor,
+    window: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int] | None = None,
+    value: float = 0.0,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """An image padded as far as torch's symmetric padding cannot, and the symmetric padding left to do."""
     sizes = x.shape[2:]
     pads = [
-        same_padding(n, w, s, d) for n, w, s, d in zip(sizes, window, stride, dilation or [1] * len(window), strict=True)
+        same_padding(n, w, s, d)
+        for n, w, s, d in zip(sizes, window, stride, dilation or [1] * len(window), strict=True)
     ]
     if all(before == after for before, after in pads):
         return x, tuple(before for before, _ in pads)
@@ -130,12 +135,8 @@ def _conv(layer: Any, site: Site) -> Part:
 def _depthwise(layer: Any, kernel: Any, site: Site, *, bias: bool) -> tuple[nn.Module, Weight]:
     rank = layer.rank
     *window, channels, multiplier = (int(n) for n in kernel.shape)
-    module = convolution(
-        rank, channels, channels * multiplier, layer, site, groups=channels, bias=bias, window=window
-    )
-    weight = Weight(
-        kernel, "weight", permute=(rank, rank + 1, *range(rank)), merge=(channels * multiplier, 1, *window)
-    )
+    module = convolution(rank, channels, channels * multiplier, layer, site, groups=channels, bias=bias, window=window)
+    weight = Weight(kernel, "weight", permute=(rank, rank + 1, *range(rank)), merge=(channels * multiplier, 1, *window))
     return module, weight
 
 

@@ -159,7 +159,9 @@ def _group_norm(layer: Any, site: Site) -> Part:
 class ScaleAndShift(nn.Module):
     """A fixed scale and shift, after a conversion to floating point."""
 
-    def __init__(self, scale: Any, shift: Any, dtype: torch.dtype, *, channels_first: bool = False, rank: int = 0) -> None:
+    def __init__(
+        self, scale: Any, shift: Any, dtype: torch.dtype, *, channels_first: bool = False, rank: int = 0
+    ) -> None:
         super().__init__()
 
         def constant(value: Any) -> torch.Tensor:

@@ -209,7 +209,10 @@ ORDERED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ("axis", "keepdims"),
     ),
     "Matmul": (_matmul, ()),
-    "Moveaxis": (lambda x, source, destination: x.movedim(_dims(source), _dims(destination)), ("source", "destination")),
+    "Moveaxis": (
+        lambda x, source, destination: x.movedim(_dims(source), _dims(destination)),
+        ("source", "destination"),
+    ),
     "Pad": (_pad, ("pad_width", "mode")),
     "Repeat": (_repeat, ("repeats", "axis")),
     "Reshape": (_reshape, ("newshape",)),
@@ -218,7 +221,10 @@ ORDERED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Stack": (lambda values, axis: torch.stack(list(values), axis), ("axis",)),
     "Swapaxes": (lambda x, axis1, axis2: x.swapaxes(axis1, axis2), ("axis1", "axis2")),
     "Take": (_take, ("axis",)),
-    "Tile": (lambda x, repeats: x.repeat(repeats) if isinstance(repeats, int) else torch.tile(x, repeats), ("repeats",)),
+    "Tile": (
+        lambda x, repeats: x.repeat(repeats) if isinstance(repeats, int) else torch.tile(x, repeats),
+        ("repeats",),
+    ),
     "Transpose": (lambda x, axes: x.permute(tuple(axes or reversed(range(x.ndim)))), ("axes",)),
     "Where": (_where, ()),
 }

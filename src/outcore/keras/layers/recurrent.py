@@ -138,14 +138,21 @@ def _recurrent(layer: Any, site: Site) -> Part:
 
         def kernel(variable: Any, name: str, rows: int) -> Weight:
             return Weight(
-                variable, f"core.{name}", split=(rows, gates, units), order=order, permute=(1, 2, 0), merge=(width, rows)
+                variable,
+                f"core.{name}",
+                split=(rows, gates, units),
+                order=order,
+                permute=(1, 2, 0),
+                merge=(width, rows),
             )
 
         weights = [kernel(cell.kernel, "weight_ih_l0", inputs), kernel(cell.recurrent_kernel, "weight_hh_l0", units)]
         if cell.use_bias and kind == "GRU":
             for row, name in enumerate(("bias_ih_l0", "bias_hh_l0")):
                 weights.append(
-                    Weight(cell.bias, f"core.{name}", row=row, split=(gates, units), order=(0, (1, 0, 2)), merge=(width,))
+                    Weight(
+                        cell.bias, f"core.{name}", row=row, split=(gates, units), order=(0, (1, 0, 2)), merge=(width,)
+                    )
                 )
         elif cell.use_bias:
             weights.append(Weight(cell.bias, "core.bias_ih_l0"))
@@ -157,7 +164,9 @@ def _recurrent(layer: Any, site: Site) -> Part:
 class Bidirectional(nn.Module):
     """A recurrent layer in both directions."""
 
-    def __init__(self, forward_layer: nn.Module, backward_layer: nn.Module, how: str | None, *, sequences: bool) -> None:
+    def __init__(
+        self, forward_layer: nn.Module, backward_layer: nn.Module, how: str | None, *, sequences: bool
+    ) -> None:
         super().__init__()
         self.forward_layer, self.backward_layer = forward_layer, backward_layer
         self.how, self.sequences = how, sequences

@@ -1,0 +1,33 @@
+"""The models of keras.applications, without their weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.keras.oracle import compare, keras
+
+SIZES = {
+    "VGG16": 32, "VGG19": 32, "ResNet50": 32, "ResNet101": 32, "ResNet152": 32, "ResNet50V2": 32, "ResNet101V2": 32,
+    "ResNet152V2": 32, "InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71, "MobileNet": 33, "MobileNetV2": 33,
+    "MobileNetV3Small": 33, "MobileNetV3Large": 33, "DenseNet121": 33, "DenseNet169": 32, "DenseNet201": 32,
+    "NASNetMobile": 33, "NASNetLarge": 33, "EfficientNetB0": 33, "EfficientNetB1": 32, "EfficientNetB2": 32,
+    "EfficientNetB3": 32, "EfficientNetV2B0": 33, "EfficientNetV2B1": 32, "EfficientNetV2S": 32, "ConvNeXtTiny": 32,
+    "ConvNeXtSmall": 32,
+}  # fmt: skip
+
+
+def build(name: str) -> object:
+    size = SIZES[name]
+    make = getattr(keras.applications, name)
+    return make(weights=None, input_shape=(size, size, 3), include_top=False, pooling="avg")
+
+
+@pytest.mark.parametrize("name", ["MobileNetV2"])
+def test_one_application_is_carried_over(name: str) -> None:
+    compare(build(name), steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_an_application_is_carried_over(name: str) -> None:
+    compare(build(name), steps=1, batch=3)
