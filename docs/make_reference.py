@@ -56,6 +56,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "stream": ("outcore.stream", ("stream", "plan_tiles", "StreamPlan")),
     "run": ("outcore.run", ("Engine", "launch", "read_weights")),
     "fuse": ("outcore", ("fuse",)),
+    "keras": ("outcore.keras", ("to_torch", "write_back", "from_torch")),
     "scan": ("outcore.scan", ("RNN", "GRU", "LSTM", "convert", "Options")),
 }
 

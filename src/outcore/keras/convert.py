@@ -34,7 +34,7 @@ __all__ = ["to_torch"]
 def to_torch(
     model: Any,
     *,
-    layers: Mapping[type, Callable[[Any], nn.Module]] | None = None,
+    layers: Mapping[type[Any], Callable[[Any], nn.Module]] | None = None,
     check: bool = True,
 ) -> Twin:
     """A torch module that computes what a Keras model does, with its weights.
@@ -73,7 +73,7 @@ def module_name(name: str) -> str:
 class _Conversion:
     """The modules made so far, and the weights they carry."""
 
-    def __init__(self, keras: Any, own: Mapping[type, Callable[[Any], nn.Module]]) -> None:
+    def __init__(self, keras: Any, own: Mapping[type[Any], Callable[[Any], nn.Module]]) -> None:
         self.keras, self.own = keras, own
         self.parts: dict[Any, Part] = {}
         self.models: dict[int, Twin] = {}
@@ -229,10 +229,8 @@ class _GraphWalk:
                 site.refuse(f"it is called with training={training} and otherwise too", "give each call its own layer")
         for name, child in self.twin._modules.items():
             if child is module or (isinstance(child, Fixed) and child.inner is module):
-                if (
-                    isinstance(child, Fixed) != (training is not None)
-                    or (isinstance(child, Fixed)
-                    and child.mode != training)
+                if isinstance(child, Fixed) != (training is not None) or (
+                    isinstance(child, Fixed) and child.mode != training
                 ):
                     site.refuse("it is called with training= given and without", "give each call its own layer")
                 return name

@@ -131,9 +131,10 @@ class Twin(nn.Module):
 
     def _arrived(self, given: tuple[Any, ...], named: dict[str, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """The inputs by their numbers."""
-        if len(given) == 1 and isinstance(given[0], dict):
-            given, named = (), {**given[0], **named}
-        flat = list(leaves(given))
+        only = given[0] if len(given) == 1 else None
+        if isinstance(only, dict):
+            named = {**only, **named}
+        flat = [] if isinstance(only, dict) else list(leaves(given))
         names = list(self.inputs)
         unknown = set(named) - set(names)
         if unknown or len(flat) + len(named) != len(names):

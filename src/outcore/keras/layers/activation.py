@@ -125,7 +125,8 @@ def with_activation(part: Part, activation: Any, site: Site) -> Part:
             return part
         module = activation_module(name, channels_first=part.first)
     whole = nn.Sequential()
-    inner = {nn.Linear: "linear"}.get(type(part.module), "conv" if "Conv" in type(part.module).__name__ else "layer")
+    kind = type(part.module).__name__
+    inner = "linear" if kind == "Linear" else "conv" if "Conv" in kind else "layer"
     whole.add_module(inner, part.module)
     whole.add_module("activation", module)
     return Part(whole, part.first, [weight.within(inner) for weight in part.weights])

@@ -17,6 +17,11 @@ __all__: list[str] = []
 class MultiHeadAttention(nn.Module):
     """Attention of several heads, each projected by a matrix of its own."""
 
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    output: nn.Linear
+
     def __init__(
         self, sizes: dict[str, tuple[int, int]], heads: int, scale: float, dropout: float, *, bias: bool
     ) -> None:
@@ -26,7 +31,8 @@ class MultiHeadAttention(nn.Module):
         self.heads, self.scale, self.dropout = heads, scale, dropout
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        split: torch.Tensor = x.unflatten(-1, (self.heads, -1))
+        return split.transpose(1, 2)
 
     def forward(
         self,

@@ -102,7 +102,7 @@ def convolution(
             padding = tuple((w - 1) * d // 2 for w, d in zip(window, dilation, strict=True))
     else:
         site.refuse(f"padding={layer.padding!r}")
-    return make(channels, filters, window, stride, padding, dilation, groups, bias)  # type: ignore[arg-type, call-arg]
+    return make(channels, filters, window, stride, padding, dilation, groups, bias)  # type: ignore[arg-type]
 
 
 def _first(layer: Any) -> bool:
@@ -170,7 +170,7 @@ class _Transposed:
 
     extra: tuple[int, ...]
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor, output_size: Any = None) -> torch.Tensor:
         function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[x.ndim - 3]
         y = function(
             x, self.weight, self.bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation

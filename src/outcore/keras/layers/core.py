@@ -72,7 +72,8 @@ def _embedding(layer: Any, site: Site) -> Part:
     if layer.mask_zero:
         site.refuse("mask_zero=True", "masks are not carried over; pass a mask as an input of its own")
     table = layer._embeddings
-    return Part(IntegerEmbedding(*(int(n) for n in table.shape)), False, [Weight(table, "weight")])
+    numbers, width = (int(n) for n in table.shape)
+    return Part(IntegerEmbedding(numbers, width), False, [Weight(table, "weight")])
 
 
 @converts("layers.Masking")

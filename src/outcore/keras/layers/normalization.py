@@ -74,7 +74,7 @@ def _batch_norm(layer: Any, site: Site) -> Part:
         site.refuse(f"it normalizes axis {axis} of {site.rank}")
     if site.rank > 5:
         site.refuse(f"its input has {site.rank} dimensions; torch's has at most 5")
-    make = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}[site.rank]
+    make: Any = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}[site.rank]
     channels = int(layer.moving_mean.shape[0])
     module = make(channels, eps=layer.epsilon, momentum=1 - layer.momentum, affine=False)
     del module.num_batches_tracked
@@ -87,6 +87,8 @@ def _batch_norm(layer: Any, site: Site) -> Part:
 
 class RmsNorm(nn.Module):
     """Scaling by the root of the mean of the squares, over the last dimensions."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, dims: int, epsilon: float) -> None:
         super().__init__()
@@ -159,6 +161,9 @@ def _group_norm(layer: Any, site: Site) -> Part:
 class ScaleAndShift(nn.Module):
     """A fixed scale and shift, after a conversion to floating point."""
 
+    scale: torch.Tensor
+    shift: torch.Tensor
+
     def __init__(
         self, scale: Any, shift: Any, dtype: torch.dtype, *, channels_first: bool = False, rank: int = 0
     ) -> None:
@@ -198,6 +203,9 @@ def _rescaling(layer: Any, site: Site) -> Part:
 
 class Standardize(nn.Module):
     """Subtract a mean and divide by a standard deviation, both of the data set."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
 
     def __init__(self, shape: tuple[int, ...], epsilon: float, *, invert: bool, dtype: torch.dtype) -> None:
         super().__init__()

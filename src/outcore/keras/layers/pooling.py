@@ -49,10 +49,12 @@ class SameAvgPool(nn.Module):
         pool: Any = _AVERAGE_FUNCTIONS[x.ndim - 3]
         pads = [same_padding(n, w, s) for n, w, s in zip(x.shape[2:], self.window, self.stride, strict=True)]
         if all(before == after for before, after in pads):
-            return pool(x, self.window, self.stride, tuple(p for p, _ in pads), count_include_pad=False)
+            y: torch.Tensor = pool(x, self.window, self.stride, tuple(p for p, _ in pads), count_include_pad=False)
+            return y
         flat = [amount for pair in reversed(pads) for amount in pair]
         inside = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), flat)
-        return pool(F.pad(x, flat), self.window, self.stride) / pool(inside, self.window, self.stride)
+        y = pool(F.pad(x, flat), self.window, self.stride) / pool(inside, self.window, self.stride)
+        return y
 
 
 def _first(layer: Any) -> bool:

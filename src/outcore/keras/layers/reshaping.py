@@ -246,7 +246,7 @@ class Dot(nn.Module):
         if self.normalize:
             left, right = (v * torch.rsqrt((v * v).sum(-1, keepdim=True).clamp(min=1e-12)) for v in (left, right))
         n = left.shape[0]
-        y = left.reshape(n, -1, left.shape[-1]) @ right.reshape(n, -1, right.shape[-1]).transpose(1, 2)
+        y: torch.Tensor = left.reshape(n, -1, left.shape[-1]) @ right.reshape(n, -1, right.shape[-1]).transpose(1, 2)
         y = y.reshape(n, *left.shape[1:-1], *right.shape[1:-1])
         return y.unsqueeze(-1) if y.ndim == 1 else y
 
