@@ -29,7 +29,7 @@ from torch import nn
 from outcore.errors import CaptureError, JobError, ModelError, suggest
 from outcore.graph import Graph, capture
 from outcore.graph.source import blame
-from outcore.keras.installed import as_module, seeded_by_torch, settle_triton
+from outcore.keras.installed import as_module, repeatable, settle_triton
 
 __all__ = ["Input", "Job"]
 
@@ -120,7 +120,7 @@ class Job:
 
     def build(self, device: str | None = None) -> nn.Module:
         """The model, freshly made; on the ``meta`` device it takes no memory."""
-        with seeded_by_torch():
+        with repeatable():
             built = self._call("model", self.model, device=device)
         built = self._call("model", lambda: as_module(built), device=device)
         if not isinstance(built, nn.Module):

@@ -70,7 +70,9 @@ def keras_step(model: Any, inputs: list[Any], goals: list[Any]) -> tuple[list[An
     )
 
 
-def compare(model: Any, *, steps: int = 3, size: int = 32, batch: int = 2, lr: float = 0.05) -> Any:
+def compare(
+    model: Any, *, steps: int = 3, size: int = 32, batch: int = 2, lr: float = 0.05, within: float = TOLERANCE
+) -> Any:
     """Carry a model over, train both, and carry it back; every difference is asserted to be rounding."""
     twin = outcore_keras.to_torch(scrambled(without_dropout(model)))
     inputs = example_inputs(model, size, batch)
@@ -79,7 +81,7 @@ def compare(model: Any, *, steps: int = 3, size: int = 32, batch: int = 2, lr: f
         mine = [x.numpy() for x in leaves(twin.eval()(*tensors))]
     theirs = [x.numpy() for x in leaves(model(as_given(model, inputs), training=False))]
     for want, have in zip(theirs, mine, strict=True):
-        assert error(want, have) < TOLERANCE
+        assert error(want, have) < within
     random = np.random.default_rng(1)
     goals = [random.standard_normal(out.shape) for out in theirs]
     optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=lr)
@@ -91,9 +93,9 @@ def compare(model: Any, *, steps: int = 3, size: int = 32, batch: int = 2, lr: f
         loss = sum(((out - torch.from_numpy(goal)) ** 2).mean() for out, goal in zip(outputs, goals, strict=True))
         loss.backward()
         for want, have in zip(want_outputs, outputs, strict=True):
-            assert error(want, have.detach()) < TOLERANCE
-        assert abs(want_loss - float(loss)) < TOLERANCE * max(1.0, abs(want_loss))
-        compare_gradients(model, twin, gradients)
+            assert error(want, have.detach()) < within
+        assert abs(want_loss - loss.item()) < within * max(1.0, abs(want_loss))
+        compare_gradients(model, twin, gradients, within)
         for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
             if gradient is not None:
                 variable.assign_sub(lr * gradient)
@@ -101,11 +103,11 @@ def compare(model: Any, *, steps: int = 3, size: int = 32, batch: int = 2, lr: f
     state = twin.state_dict(keep_vars=True)
     for entry in twin.carried:
         want = entry.to_torch(keras.ops.convert_to_numpy(model.weights[entry.index]))
-        assert error(want, state[entry.name].detach()) < TOLERANCE, entry.path
+        assert error(want, state[entry.name].detach()) < within, entry.path
     return twin
 
 
-def compare_gradients(model: Any, twin: Any, gradients: list[Any]) -> None:
+def compare_gradients(model: Any, twin: Any, gradients: list[Any], within: float) -> None:
     by_path = {id(v): g for v, g in zip(model.trainable_variables, gradients, strict=True)}
     state = twin.state_dict(keep_vars=True)
     largest = max([float(np.abs(g).max(initial=0.0)) for g in gradients if g is not None], default=0.0)
@@ -118,7 +120,7 @@ def compare_gradients(model: Any, twin: Any, gradients: list[Any]) -> None:
         zero = np.zeros(tuple(variable.shape))
         want = entry.to_torch(zero if gradient is None else np.asarray(gradient))
         have = torch.zeros_like(held) if held.grad is None else held.grad
-        assert float((want - have).abs().max()) <= TOLERANCE * max(1.0, largest), entry.path
+        assert float((want - have).abs().max()) <= within * max(1.0, largest), entry.path
 
 
 def in_float64() -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 
 import outcore.keras
 from outcore.errors import ModelError
-from tests.keras.oracle import compare, error, keras
+from tests.keras.oracle import TOLERANCE, compare, error, keras
 
 L = keras.layers
 K = keras.ops
@@ -21,7 +21,10 @@ K = keras.ops
 def unet(rank: int = 2, width: int = 4, size: int | None = None) -> Any:
     """A U-Net with two levels."""
     conv, up = getattr(L, f"Conv{rank}D"), getattr(L, f"UpSampling{rank}D")
-    pool, transpose = getattr(L, f"MaxPooling{rank}D"), getattr(L, f"Conv{rank}DTranspose")
+    pool, transpose = (
+        getattr(L, f"{'Max' if rank == 2 else 'Average'}Pooling{rank}D"),
+        getattr(L, f"Conv{rank}DTranspose"),
+    )
 
     def block(x: Any, channels: int) -> Any:
         for _ in range(2):
@@ -112,10 +115,14 @@ MODELS = {
 }
 
 
+ROUNDED = {"transformer": 1e-7, "attention": 1e-7}
+"""On TensorFlow, Keras rounds the constants of GELU and of attention to float32 in a float64 model too."""
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_carried_over_trained_and_carried_back(name: str) -> None:
     model = MODELS[name]()
-    twin = compare(model, size=16)
+    twin = compare(model, size=16, within=ROUNDED.get(name, TOLERANCE))
     again = copy.deepcopy(pickle.loads(pickle.dumps(twin)))
     with torch.no_grad():
         for parameter in again.parameters():

@@ -50,9 +50,9 @@ for same in ("same", "valid"):
     case(f"conv-3d-{same}", image(6, 5, 4, 2), lambda p=same: L.Conv3D(3, 3, strides=2, padding=p))
     case(f"transpose-1d-{same}", image(6, 3), lambda p=same: L.Conv1DTranspose(4, 3, strides=2, padding=p))
     case(f"transpose-3d-{same}", image(3, 4, 2, 2), lambda p=same: L.Conv3DTranspose(3, 2, strides=2, padding=p))
+    case(f"average-3d-{same}", image(5, 4, 6, 2), lambda p=same: L.AveragePooling3D(2, 2, p))
     for kind in ("Max", "Average"):
         case(f"{kind}-1d-{same}", image(9, 3), lambda p=same, k=kind: getattr(L, f"{k}Pooling1D")(3, 2, p))
-        case(f"{kind}-3d-{same}", image(5, 4, 6, 2), lambda p=same, k=kind: getattr(L, f"{k}Pooling3D")(2, 2, p))
 case("conv-1d-causal", image(9, 3), lambda: L.Conv1D(4, 3, padding="causal", dilation_rate=2))
 case("transpose-dilated", image(5, 4, 3), lambda: L.Conv2DTranspose(4, 3, dilation_rate=2, padding="same"))
 for keep in (False, True):

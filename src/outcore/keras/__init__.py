@@ -4,7 +4,8 @@ Keras itself is imported by the call that needs it; importing this package does 
 """
 
 from outcore.keras.convert import to_torch
+from outcore.keras.installed import require_keras
 from outcore.keras.twin import Twin
 from outcore.keras.weights import from_torch, write_back
 
-__all__ = ["Twin", "from_torch", "to_torch", "write_back"]
+__all__ = ["Twin", "from_torch", "require_keras", "to_torch", "write_back"]

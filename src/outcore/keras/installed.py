@@ -3,8 +3,8 @@
 Keras takes seconds to import and is an extra. A Keras model can only be there when Keras has been imported already, so
 asking for its class in the modules that are loaded is enough.
 
-Keras draws the seeds of its initial weights from Python's `random`. Where torch's seed is what makes two builds of a
-job the same, as on several ranks, `seeded_by_torch` makes Keras follow it.
+Keras draws the seeds of its initial weights from Python's `random`, and numbers its layers for as long as the process
+lives. Two builds of a job have to be the same: `repeatable` makes seeds follow torch's and names begin anew.
 
 Triton and TensorFlow each bring a copy of LLVM, and a process that loads Triton after TensorFlow ends with a
 segmentation fault; torch loads Triton as soon as an optimizer is made. The other order works. So Triton is loaded
@@ -27,7 +27,7 @@ import torch
 
 from outcore.errors import ModelError
 
-__all__ = ["as_module", "is_keras", "is_keras_2", "require_keras", "seeded_by_torch", "settle_triton"]
+__all__ = ["as_module", "is_keras", "is_keras_2", "repeatable", "require_keras", "settle_triton"]
 
 
 def settle_triton(source: str = "keras") -> None:
@@ -46,6 +46,9 @@ def settle_triton(source: str = "keras") -> None:
 
 
 settle_triton(source="")
+
+_COUNTS = "object_name_uids"
+"""Where Keras counts names."""
 
 
 def require_keras() -> Any:
@@ -92,17 +95,20 @@ def as_module(model: Any) -> Any:
 
 
 @contextmanager
-def seeded_by_torch() -> Iterator[None]:
-    """While this is open, Python's `random`, from which Keras draws its seeds, follows torch's generator.
+def repeatable() -> Iterator[None]:
+    """While this is open, Keras' seeds follow torch's generator, and its names are counted from the beginning.
 
-    Without Keras nothing is drawn, and Python's own state is put back in any case.
+    Without Keras nothing is drawn. Python's own generator and Keras' counts are put back in any case.
     """
     if "keras" not in sys.modules:
         yield
         return
-    before = random.getstate()
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    before, counts = random.getstate(), state.get_global_attribute(_COUNTS)
     random.seed(int(torch.randint(2**62, (), device="cpu")))
+    state.set_global_attribute(_COUNTS, None)
     try:
         yield
     finally:
         random.setstate(before)
+        state.set_global_attribute(_COUNTS, counts)

@@ -1,8 +1,8 @@
 """Normalization, with Keras' statistics.
 
 Keras keeps the variance of a batch as it is, torch multiplies it by n / (n - 1); after a step of training the running
-variances differ in the third digit of a small batch. `BatchNorm` lets torch update, and takes the factor out of what
-the update added. Keras' momentum is the share that stays, torch's the share that is new. A layer with ``trainable =
+variances differ in the third digit of a small batch. The modules here let torch write the batch's own statistics into
+new tensors, and update the running ones by Keras' rule. Keras' momentum is the share that stays, torch's the share that is new. A layer with ``trainable =
 False`` normalizes by its running statistics in training too, as in Keras.
 """
 
@@ -36,9 +36,10 @@ class _Statistics:
             variance.mul_(1 - self.momentum)
             unit = torch.ones_like(variance)
             return F.batch_norm(x - x, unit * 0, unit, self.weight, self.bias, False, 0.0, self.eps)
-        kept = variance * ((1 - self.momentum) / count)
-        y = F.batch_norm(x, mean, variance, self.weight, self.bias, True, self.momentum, self.eps)
-        variance.mul_((count - 1) / count).add_(kept)
+        of_batch = torch.zeros_like(mean), torch.zeros_like(variance)
+        y = F.batch_norm(x, *of_batch, self.weight, self.bias, True, 1.0, self.eps)
+        mean.lerp_(of_batch[0], self.momentum)
+        variance.lerp_(of_batch[1] * ((count - 1) / count), self.momentum)
         return y
 
 

@@ -49,12 +49,13 @@ class SameAvgPool(nn.Module):
         pool: Any = _AVERAGE_FUNCTIONS[x.ndim - 3]
         pads = [same_padding(n, w, s) for n, w, s in zip(x.shape[2:], self.window, self.stride, strict=True)]
         if all(before == after for before, after in pads):
-            y: torch.Tensor = pool(x, self.window, self.stride, tuple(p for p, _ in pads), count_include_pad=False)
-            return y
+            same: torch.Tensor = pool(x, self.window, self.stride, tuple(p for p, _ in pads), count_include_pad=False)
+            return same
         flat = [amount for pair in reversed(pads) for amount in pair]
         inside = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), flat)
-        y = pool(F.pad(x, flat), self.window, self.stride) / pool(inside, self.window, self.stride)
-        return y
+        share: torch.Tensor = pool(inside, self.window, self.stride)
+        summed: torch.Tensor = pool(F.pad(x, flat), self.window, self.stride)
+        return summed / share
 
 
 def _first(layer: Any) -> bool:
