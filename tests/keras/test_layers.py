@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.keras.oracle import compare, keras
+from tests.keras.oracle import TOLERANCE, compare, keras
 
 L = keras.layers
 
@@ -50,7 +50,6 @@ for same in ("same", "valid"):
     case(f"conv-3d-{same}", image(6, 5, 4, 2), lambda p=same: L.Conv3D(3, 3, strides=2, padding=p))
     case(f"transpose-1d-{same}", image(6, 3), lambda p=same: L.Conv1DTranspose(4, 3, strides=2, padding=p))
     case(f"transpose-3d-{same}", image(3, 4, 2, 2), lambda p=same: L.Conv3DTranspose(3, 2, strides=2, padding=p))
-    case(f"average-3d-{same}", image(5, 4, 6, 2), lambda p=same: L.AveragePooling3D(2, 2, p))
     for kind in ("Max", "Average"):
         case(f"{kind}-1d-{same}", image(9, 3), lambda p=same, k=kind: getattr(L, f"{k}Pooling1D")(3, 2, p))
 case("conv-1d-causal", image(9, 3), lambda: L.Conv1D(4, 3, padding="causal", dilation_rate=2))
@@ -158,10 +157,21 @@ def test_a_layer_is_carried_over(name: str) -> None:
     value = given
     for layer in layers:
         value = layer(value)
-    compare(keras.Model(given, value), steps=2)
+    rounded = "gelu" in name  # Keras rounds the square root of two to float32, on TensorFlow
+    compare(keras.Model(given, value), steps=2, within=1e-6 if rounded else TOLERANCE)
 
 
 def test_adapted_normalization_is_carried_over_with_its_statistics() -> None:
     layer = L.Normalization()
     layer.adapt(np.random.default_rng(0).normal(3.0, 2.0, (32, 4, 4, 3)))
     compare(keras.Sequential([keras.Input((4, 4, 3)), layer, L.Conv2D(2, 3)]), steps=1)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("kind", ["Max", "Average"])
+def test_pooling_of_volumes_in_float32(kind: str, padding: str) -> None:
+    """TensorFlow has it in float32 alone."""
+    keras.config.set_floatx("float32")
+    given = keras.Input((5, 4, 7, 2))
+    x = L.Conv3D(3, 1)(given)
+    compare(keras.Model(given, getattr(L, f"{kind}Pooling3D")(3, 2, padding)(x)), steps=1, within=1e-5)

@@ -2,8 +2,8 @@
 
 Keras keeps the variance of a batch as it is, torch multiplies it by n / (n - 1); after a step of training the running
 variances differ in the third digit of a small batch. The modules here let torch write the batch's own statistics into
-new tensors, and update the running ones by Keras' rule. Keras' momentum is the share that stays, torch's the share that is new. A layer with ``trainable =
-False`` normalizes by its running statistics in training too, as in Keras.
+new tensors, and update the running ones by Keras' rule. Keras' momentum is the share that stays, torch's the share that
+is new. A layer with ``trainable = False`` normalizes by its running statistics in training too, as in Keras.
 """
 
 from __future__ import annotations
