@@ -160,6 +160,25 @@ def _layer_scale(layer: Any, site: Site) -> Part:
     return Part(LayerScale(int(layer.gamma.shape[0])), False, [Weight(layer.gamma, "gamma")])
 
 
+class ScaledSum(nn.Module):
+    """A value plus a fixed share of another."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, given: Any) -> torch.Tensor:
+        """Of a pair."""
+        first, second = given
+        y: torch.Tensor = first + second * self.scale
+        return y
+
+
+@converts("applications.CustomScaleLayer")
+def _scaled_sum(layer: Any, site: Site) -> Part:
+    return Part(ScaledSum(float(layer.scale)), site.keeps_layout())
+
+
 @converts("applications.StochasticDepth")
 def _stochastic_depth(layer: Any, site: Site) -> Part:
     return Part(SharedDropout(layer.drop_path_rate, (None, *(1,) * (site.rank - 1))), site.keeps_layout())

@@ -146,6 +146,17 @@ def _unit_norm(layer: Any, site: Site) -> Part:
     return Part(UnitNorm((axis,) if isinstance(axis, int) else tuple(axis)))
 
 
+class GroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` of values in the usual order of memory.
+
+    On a CPU, torch's backward ends the process for channels-last memory where the input needs no gradient.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy if need be, then normalize."""
+        return super().forward(x.contiguous())
+
+
 @converts("layers.GroupNormalization")
 def _group_norm(layer: Any, site: Site) -> Part:
     axis = layer.axis % site.rank
@@ -155,7 +166,7 @@ def _group_norm(layer: Any, site: Site) -> Part:
     shape = layer._build_shapes_dict["input_shape"] if given is None else None
     channels = int(given.shape[0] if shape is None else shape[layer.axis])
     groups = channels if layer.groups == -1 else layer.groups
-    module = nn.GroupNorm(groups, channels, eps=layer.epsilon, affine=False)
+    module = GroupNorm(groups, channels, eps=layer.epsilon, affine=False)
     return Part(module, axis == site.rank - 1 and site.rank > 2, _affine(module, layer.gamma, layer.beta))
 
 
