@@ -20,8 +20,8 @@ SIZES = {
 
 
 ROUNDED = {"Efficien": 1e-5, "ConvNeXt": 1e-5}
-"""On TensorFlow, Keras rounds the constants of rescaling and GELU to float32. And where few values are normalized, a change
-of one unit in the last place of the input changes the output by 1e-9, in torch alone too."""
+"""On TensorFlow, Keras rounds the constants of rescaling and GELU to float32. And where few values are normalized, a
+change of one unit in the last place of the input changes the output by 1e-9, in torch alone too."""
 
 
 def build(name: str) -> object:
@@ -30,11 +30,6 @@ def build(name: str) -> object:
     if "include_preprocessing" in inspect.signature(make).parameters:
         make = functools.partial(make, include_preprocessing=False)
     return make(weights=None, input_shape=(size, size, 3), include_top=False, pooling="avg")
-
-
-@pytest.mark.parametrize("name", ["MobileNetV2"])
-def test_one_application_is_carried_over(name: str) -> None:
-    compare(build(name), steps=1)
 
 
 @pytest.mark.slow

@@ -158,7 +158,15 @@ ROUNDED = {
 """On TensorFlow, Keras rounds the constants of these to float32 in a float64 model too."""
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = set(
+    "conv-same-3-2 conv-same-4-3 transpose-same-3-2 transpose-valid-2-3 MaxPooling2D-same-3-2 "
+    "AveragePooling2D-same-4-3 depthwise-same separable-same conv-1d-causal conv-3d-same batchnorm-plain-3 batchnorm-trainable-3 "
+    "layernorm groupnorm dense-flat LSTM-plain GRU-plain gru-reset-before embedding upsampling-bilinear inner-softmax zero-padding".split()
+)
+"""One or two of each family; the others are slow by their number."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_a_layer_is_carried_over(name: str) -> None:
     given, *layers = CASES[name]()
     value = given

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import outcore
@@ -71,6 +72,7 @@ def test_two_ranks_train_the_weights_of_one_process_of_keras() -> None:
         assert error(want, found[entry.name]) < 1e-10, entry.path
 
 
+@pytest.mark.slow
 def test_fit_on_the_torch_backend_trains_the_same_within_a_budget() -> None:
     environment = {**os.environ, "KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tests.keras.fitted"]

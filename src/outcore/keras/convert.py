@@ -65,6 +65,10 @@ def to_torch(
     return twin
 
 
+_MASKS = {"mask", "query_mask", "value_mask", "key_mask"}
+"""Arguments that Keras fills from masks; ``attention_mask`` is an input like others."""
+
+
 def module_name(name: str) -> str:
     """A Keras name as torch allows it."""
     return re.sub(r"\W", "_", name) or "layer"
@@ -201,9 +205,8 @@ class _GraphWalk:
             kwargs,
             self.conversion.part,
         )
-        if any(name == "mask" or (name.endswith("_mask") and name != "attention_mask") for name in kwargs):
-            if not re.match(r"keras\.src\.ops", type(layer).__module__) and "use_causal_mask" not in kwargs:
-                site.refuse("it is called with a mask", "masks are not carried over")
+        if _MASKS & set(kwargs):
+            site.refuse("it is called with a mask", "masks are not carried over")
         part = self.conversion.part(layer, site)
         name = self._register(layer, part.module, training, site)
 

@@ -131,7 +131,7 @@ def _pad(x: torch.Tensor, pad_width: Any, mode: str, constant_values: Any = None
     while flat and not flat[-1] and not flat[-2]:
         flat = flat[:-2]
     lead = x.ndim - len(flat) // 2
-    y = F.pad(x.reshape(1, -1, *x.shape[lead:]), flat, mode={"symmetric": "", "reflect": "reflect"}[mode])
+    y = F.pad(x.reshape(1, -1, *x.shape[lead:]), flat, mode=mode)
     return y.reshape(*x.shape[:lead], *y.shape[2:])
 
 
@@ -266,6 +266,8 @@ def _activation(op: Any, site: Site) -> Part:
 @converts(*(f"ops.{name}" for name in ORDERED))
 def _ordered(op: Any, site: Site) -> Part:
     name = type(op).__name__
+    if name == "Pad" and op.mode not in ("constant", "reflect"):
+        site.refuse(f"padding with mode={op.mode!r}", "constant and reflect are known")
     return Part(Operation(name, {setting: getattr(op, setting) for setting in ORDERED[name][1]}))
 
 
