@@ -160,8 +160,9 @@ ROUNDED = {
 
 QUICK = set(
     "conv-same-3-2 conv-same-4-3 transpose-same-3-2 transpose-valid-2-3 MaxPooling2D-same-3-2 "
-    "AveragePooling2D-same-4-3 depthwise-same separable-same conv-1d-causal conv-3d-same batchnorm-plain-3 batchnorm-trainable-3 "
-    "layernorm groupnorm dense-flat LSTM-plain GRU-plain gru-reset-before embedding upsampling-bilinear inner-softmax zero-padding".split()
+    "AveragePooling2D-same-4-3 depthwise-same separable-same conv-1d-causal conv-3d-same batchnorm-plain-3 "
+    "batchnorm-trainable-3 layernorm groupnorm dense-flat LSTM-plain GRU-plain gru-reset-before embedding "
+    "upsampling-bilinear inner-softmax zero-padding".split()
 )
 """One or two of each family; the others are slow by their number."""
 
