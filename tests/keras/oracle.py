@@ -23,8 +23,14 @@ TOLERANCE = 1e-10
 
 
 def without_dropout(model: Any) -> Any:
-    """The same model with nothing random in it."""
+    """The same model with nothing random in it, and with scales that Keras does not round.
+
+    On TensorFlow, the constants of `Rescaling` pass through float32 in a float64 model too.
+    """
     for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Rescaling):
+            layer.scale = np.asarray(layer.scale, dtype="float32").astype("float64")
+            layer.offset = np.asarray(layer.offset, dtype="float32").astype("float64")
         for name in ("rate", "drop_path_rate", "_dropout"):
             if hasattr(layer, name):
                 setattr(layer, name, 0.0)

@@ -19,8 +19,8 @@ SIZES = {
 }  # fmt: skip
 
 
-ROUNDED = {"Efficien": 1e-5, "ConvNeXt": 1e-5}
-"""On TensorFlow, Keras rounds the constants of rescaling and GELU to float32. And where few values are normalized, a
+ROUNDED = {"ConvNeXt": 1e-5}
+"""On TensorFlow, Keras rounds the constant of GELU to float32. And where few values are normalized, a
 change of one unit in the last place of the input changes the output by 1e-9, in torch alone too."""
 
 

@@ -18,9 +18,9 @@ from outcore.keras.twin import Twin, leaves
 
 __all__ = ["check_twin", "example_inputs"]
 
-_TOLERANCE = {"float64": 1e-6, "float32": 2e-3}
+_TOLERANCE = {"float64": 1e-5, "float32": 2e-3}
 """Of the largest output. A deep network in float32 differs by rounding alone in the fourth digit; and in float64 Keras
-rounds some constants to float32."""
+rounds some constants, and TensorFlow all of a bilinear interpolation, to float32."""
 
 
 def example_inputs(model: Any, size: int = 32, batch: int = 2, seed: int = 0) -> list[np.ndarray[Any, Any]]:
