@@ -19,9 +19,9 @@ SIZES = {
 }  # fmt: skip
 
 
-ROUNDED = {"ConvNeXt": 1e-5}
+WITHIN = {"ConvNeXtTiny": 1e-5, "ConvNeXtSmall": 1e-5, "EfficientNetV2S": 1e-6}
 """On TensorFlow, Keras rounds the constant of GELU to float32. And where few values are normalized, a
-change of one unit in the last place of the input changes the output by 1e-9, in torch alone too."""
+change of one unit in the last place of the input changes the output by 1e-9 (of EfficientNetV2S by 3e-8), in torch alone too."""
 
 
 def build(name: str) -> object:
@@ -35,4 +35,4 @@ def build(name: str) -> object:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_an_application_is_carried_over(name: str) -> None:
-    compare(build(name), steps=1, batch=3, within=ROUNDED.get(name[:8], 1e-8))
+    compare(build(name), steps=1, batch=3, within=WITHIN.get(name, 1e-8))
