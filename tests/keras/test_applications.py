@@ -6,8 +6,11 @@ import functools
 import inspect
 
 import pytest
+import torch
 
-from tests.keras.oracle import compare, keras
+from outcore.keras import to_torch
+from outcore.keras.check import example_inputs
+from tests.keras.oracle import compare, error, keras, scrambled, without_dropout
 
 SIZES = {
     "VGG16": 32, "VGG19": 32, "ResNet50": 32, "ResNet101": 32, "ResNet152": 32, "ResNet50V2": 32, "ResNet101V2": 32,
@@ -19,9 +22,19 @@ SIZES = {
 }  # fmt: skip
 
 
-WITHIN = {"ConvNeXtTiny": 1e-5, "ConvNeXtSmall": 1e-5, "EfficientNetV2S": 1e-6}
-"""On TensorFlow, Keras rounds the constant of GELU to float32. And where few values are normalized, a
-change of one unit in the last place of the input changes the output by 1e-9 (of EfficientNetV2S by 3e-8), in torch alone too."""
+ROUNDED = {"ConvNeXtTiny", "ConvNeXtSmall"}
+"""On TensorFlow, Keras rounds the constant of GELU to float32."""
+
+
+def sensitivity(model: object) -> float:
+    """What one unit in the last place of the input changes in the output of the twin, in training.
+
+    Where few values are normalized it is large: 3e-8 for EfficientNetV2S at 32 pixels.
+    """
+    twin = to_torch(scrambled(without_dropout(model)), check=False).train()
+    x = torch.from_numpy(example_inputs(model, batch=3)[0])
+    with torch.no_grad():
+        return error(twin(x), twin(x * (1 + 2.3e-16 * torch.randn_like(x).sign())))
 
 
 def build(name: str) -> object:
@@ -35,4 +48,6 @@ def build(name: str) -> object:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_an_application_is_carried_over(name: str) -> None:
-    compare(build(name), steps=1, batch=3, within=WITHIN.get(name, 1e-8))
+    allowed = 1e-5 if name in ROUNDED else max(1e-8, 50 * sensitivity(build(name)))
+    assert allowed < 1e-4
+    compare(build(name), steps=1, batch=3, within=allowed)
