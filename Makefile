@@ -15,11 +15,14 @@ demo: $(VENV)/.demo
 	$(BIN)/outcore demo
 
 test: lint types kernels
-	$(PYTEST) -m "not slow and not gpu and not kernel"
+	$(PYTEST) --ignore=tests/keras -m "not slow and not gpu and not kernel"
+	$(PYTEST) -m "not slow" tests/keras
 
+# TensorFlow has processes of its own: it takes seconds to import, and does not get along with every other library.
 test-all: $(VENV)/.test
 	$(MAKE) kernels WHICH=kernel
-	$(PYTEST) -m "not gpu and not kernel"
+	$(PYTEST) --ignore=tests/keras -m "not gpu and not kernel"
+	$(PYTEST) tests/keras
 
 # Triton's kernels on its interpreter, which runs them on a CPU.
 WHICH  ?= kernel and not slow

@@ -58,6 +58,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "run": ("outcore.run", ("Engine", "launch", "read_weights")),
     "fuse": ("outcore", ("fuse",)),
     "whatif": ("outcore.whatif", ("ask", "Answers", "Answer", "record", "RecordedStep", "Task", "SimulatedStep")),
+    "keras": ("outcore.keras", ("to_torch", "write_back", "from_torch")),
     "scan": ("outcore.scan", ("RNN", "GRU", "LSTM", "convert", "Options")),
 }
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
     "pyyaml": {"yaml"}, "scikit-learn": {"sklearn"}, "pillow": {"PIL"}, "openslide-python": {"openslide"},
-    "openslide-bin": set(), "imagecodecs": set(), "tensorboard": set(),
+    "openslide-bin": set(), "imagecodecs": set(), "tensorboard": set(), "tensorflow-cpu": set(),
 }  # fmt: skip
 """What a package is imported as, where that is not its name; none where another package loads it."""
 WITH_TORCH = {"triton"}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outcore import data as data
+    from outcore import keras as keras
     from outcore import models as models
     from outcore import run as run
     from outcore import scan as scan
@@ -61,7 +62,7 @@ _NAMES = {
     "within": "within",
 }
 """Every public function and class, and the module it is in."""
-_MODULES = ("data", "models", "run", "scan", "spatial", "stream", "whatif")
+_MODULES = ("data", "keras", "models", "run", "scan", "spatial", "stream", "whatif")
 
 
 class _Package(ModuleType):

@@ -8,7 +8,7 @@ A job is given in one of three ways, all the same to the rest of outcore:
 - ``Job(...)`` in code.
 
 Everything in it is called late and may be the user's own code, so every failure is reported with the place it came
-from.
+from. A Keras model, on any backend, is taken through its torch twin (`outcore.keras`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.errors import CaptureError, JobError, suggest
+from outcore.errors import CaptureError, JobError, ModelError, suggest
 from outcore.graph import Graph, capture
 from outcore.graph.source import blame
+from outcore.keras.installed import as_module, repeatable, settle_triton
 
 __all__ = ["Input", "Job"]
 
@@ -119,7 +120,9 @@ class Job:
 
     def build(self, device: str | None = None) -> nn.Module:
         """The model, freshly made; on the ``meta`` device it takes no memory."""
-        built = self._call("model", self.model, device=device)
+        with repeatable():
+            built = self._call("model", self.model, device=device)
+        built = self._call("model", lambda: as_module(built), device=device)
         if not isinstance(built, nn.Module):
             raise JobError(f"model() of {self.name} returned {type(built).__name__}; it must return a torch.nn.Module")
         return built
@@ -159,6 +162,8 @@ class Job:
                 return function(*args)
         except JobError:
             raise
+        except ModelError as error:
+            raise JobError(f"{what}() of {self.name}: {error}") from error
         except (Exception, SystemExit) as error:
             given = ", ".join(map(str, args))
             raise JobError(f"{what}({given}) of {self.name} failed{_place(error)}: {_first_line(error)}") from error
@@ -171,6 +176,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    settle_triton(path.read_text(encoding="utf-8", errors="replace"))
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -207,6 +213,7 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
         )
     if not inputs:
         raise JobError(f"{text} needs the shape of its input; add for example --input 1x3x224x224")
+    settle_triton(package)
     sys.path.insert(0, "")
     try:
         module = importlib.import_module(package)

@@ -1,0 +1,114 @@
+"""Whether Keras is there, and whether a thing is a model of it, without importing it.
+
+Keras takes seconds to import and is an extra. A Keras model can only be there when Keras has been imported already, so
+asking for its class in the modules that are loaded is enough.
+
+Keras draws the seeds of its initial weights from Python's `random`, and numbers its layers for as long as the process
+lives. Two builds of a job have to be the same: `repeatable` makes seeds follow torch's and names begin anew.
+
+Triton and TensorFlow each bring a copy of LLVM, and a process that loads Triton after TensorFlow ends with a
+segmentation fault; torch loads Triton as soon as an optimizer is made. The other order works. So Triton is loaded
+first wherever outcore is the one who loads Keras, and kept out where TensorFlow is there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import random
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from outcore.errors import ModelError
+
+__all__ = ["as_module", "is_keras", "is_keras_2", "repeatable", "require_keras", "settle_triton"]
+
+
+def settle_triton(source: str = "keras") -> None:
+    """Load Triton before TensorFlow is, or keep it from being loaded after it.
+
+    Args:
+        source: Python text that is about to run; nothing is loaded for one that speaks of neither.
+    """
+    if "triton" in sys.modules:
+        return
+    if "tensorflow" in sys.modules:
+        sys.modules["triton"] = None  # type: ignore[assignment]  # importing it is an ImportError from now on
+    elif re.search(r"\b(keras|tensorflow)\b", source) and importlib.util.find_spec("tensorflow") is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton")
+
+
+settle_triton(source="")
+
+_COUNTS = "object_name_uids"
+"""Where Keras counts names."""
+
+
+def require_keras() -> Any:
+    """The keras package, version 3."""
+    settle_triton()
+    try:
+        keras = importlib.import_module("keras")
+    except ModuleNotFoundError as error:
+        raise ModelError(f"{error.name} is not installed; pip install 'outcore[keras]'") from error
+    version = str(getattr(keras, "__version__", "0"))
+    if int(version.split(".")[0]) < 3:
+        raise ModelError(f"keras is {version}; 3 is needed: pip install 'keras>=3'")
+    importlib.import_module("keras.src.models.functional")
+    return keras
+
+
+def is_keras(thing: Any) -> bool:
+    """Whether it is a layer or model of Keras 3."""
+    keras = sys.modules.get("keras")
+    layer = getattr(getattr(keras, "layers", None), "Layer", None)
+    return layer is not None and isinstance(thing, layer) and not is_keras_2(thing)
+
+
+def is_keras_2(thing: Any) -> bool:
+    """Whether it is a layer or model of Keras 2: of ``tf_keras``, or of TensorFlow's own old one."""
+    return any(
+        kind.__module__.startswith(("tf_keras.", "keras.src.engine.", "keras.engine.", "tensorflow.python.keras."))
+        for kind in type(thing).__mro__
+    )
+
+
+def as_module(model: Any) -> Any:
+    """A Keras model as its twin; everything else as it is."""
+    if is_keras_2(model):
+        raise ModelError(
+            f"{type(model).__name__} is a model of Keras 2, which cannot be carried over; build it with Keras 3 "
+            "(import keras, version 3) and load the weights with model.load_weights"
+        )
+    if not is_keras(model):
+        return model
+    from outcore.keras.convert import to_torch
+
+    return to_torch(model)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """While this is open, Keras' seeds follow torch's generator, and its names are counted from the beginning.
+
+    Without Keras nothing is drawn. Python's own generator and Keras' counts are put back in any case.
+    """
+    if "keras" not in sys.modules:
+        yield
+        return
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    before, counts = random.getstate(), state.get_global_attribute(_COUNTS)
+    random.seed(int(torch.randint(2**62, (), device="cpu")))
+    state.set_global_attribute(_COUNTS, None)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        state.set_global_attribute(_COUNTS, counts)

@@ -1,0 +1,25 @@
+"""What each of Keras' layers and operations is in torch; one file per family."""
+
+from outcore.keras.layers import (
+    activation,
+    attention,
+    convolution,
+    core,
+    normalization,
+    operations,
+    pooling,
+    recurrent,
+    reshaping,
+)
+
+__all__ = [
+    "activation",
+    "attention",
+    "convolution",
+    "core",
+    "normalization",
+    "operations",
+    "pooling",
+    "recurrent",
+    "reshaping",
+]
