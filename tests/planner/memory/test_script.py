@@ -26,6 +26,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     return {
         "convolutions": (nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(8 * 14 * 14, 4)), (4, 3, 32, 32)),
         "dropout": (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8)), (16, 32)),
+        "u-net": (outcore.models.UNet(width=4), (1, 3, 32, 32)),
         "chain": (nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12))), (64, 16)),
     }
 
@@ -73,7 +74,7 @@ def test_the_simulator_finds_the_peak_and_the_time_that_were_evaluated(name: str
     step = model.evaluate(chosen)  # type: ignore[arg-type]
     timeline = simulate(one_stage(model, chosen), stage_of(model), link_of(LINK))  # type: ignore[arg-type]
     assert timeline.memory[0].peak_bytes >= int(step.curve[model.forward_at].max())
-    assert timeline.memory[0].peak_bytes <= 1.15 * step.peak_bytes
+    assert timeline.memory[0].peak_bytes <= (1.05 if name == "chain" else 1.001) * step.peak_bytes
     assert timeline.step_s == pytest.approx(step.time_s, rel=0.1 if step.transfers else 1e-9)
 
 

@@ -2,12 +2,12 @@
 
 The script is walked in order: what computes moves the clock on, copies are started at the clock and end when the link
 lets them, a wait or release moves the clock to the end of its copy. Memory follows the clock: what a `Run` saves is
-held from its beginning, what it holds beside that until the next one begins.
+held from its beginning; of what it holds beside that, as much as the next one holds too stays in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outcore.program.instructions import Compute, Forward
@@ -51,7 +51,8 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
         script = (whole, *script) if forward else (*script, whole)
     now, ready, evicted = performance.start_s, dict[str, float](), performance.evicted
     beside = 0
-    for action in script:
+    following = _bytes_of_next_run(script)
+    for at, action in enumerate(script):
         if isinstance(action, Run):
             hold(now, action.saves)
             hold(now, action.bytes - beside)
@@ -66,6 +67,9 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
             else:
                 events.append(performance.event(COMPUTE, label, f"{label} {action.value}", now, end))
             now = end
+            if isinstance(action, Run) and following[at] < beside:  # its workspace is free before the next begins
+                hold(now, following[at] - beside)
+                beside = following[at]
             if isinstance(action, Encode):
                 hold(now, -action.bytes)
         elif isinstance(action, Evict):
@@ -89,3 +93,14 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
             hold(now, -action.bytes)
     hold(now, -beside)
     return now
+
+
+def _bytes_of_next_run(script: Sequence[Action]) -> list[int]:
+    """For every action, what the next `Run` holds; nothing after the last."""
+    found, following = [0] * len(script), 0
+    for at in range(len(script) - 1, -1, -1):
+        found[at] = following
+        action = script[at]
+        if isinstance(action, Run):
+            following = action.bytes
+    return found
