@@ -17,10 +17,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from outcore.errors import OutcoreError  # noqa: E402
 from tests.fusion.layers import CASES  # noqa: E402
 from tests.fusion.test_layers import run_case  # noqa: E402
-
-from outcore.errors import OutcoreError  # noqa: E402
 
 MEANING = {
     "fused": "one operation for all members",

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.fusion.workloads import Workload
 
 import outcore
 from outcore.fusion import RunMode, choose, forecast
@@ -27,6 +26,7 @@ from outcore.fusion.program.autotune import group_width
 from outcore.fusion.program.layerwise import measure_convolutions
 from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.verify import disagreement
+from tests.fusion.workloads import Workload
 
 Row = dict[str, Any]
 Step = Callable[[], Any]

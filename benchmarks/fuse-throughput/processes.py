@@ -35,6 +35,7 @@ def child(device: str, tiny: bool, env: dict[str, str], told: Connection) -> Non
     os.environ |= env
     import measures
     import torch
+
     from tests.fusion.workloads import TINY, USUAL
 
     torch.set_num_threads(1)

@@ -53,10 +53,10 @@ BLOCKS = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
 def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> Iterator[Job]:
     """The rows of one kind: what they are, and how to measure them."""
     import measures
-    from tests.fusion.workloads import TINY, USUAL
 
     from outcore.fusion import RunMode
     from outcore.fusion.program.autotune import group_width
+    from tests.fusion.workloads import TINY, USUAL
 
     workload = (TINY if given.tiny else USUAL)[name]
     amp, members, last = precision == "amp", given.members, workload.images
@@ -187,6 +187,7 @@ def preload(device: str) -> None:
     import measures  # noqa: F401
     import sympy  # noqa: F401
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
     from tests.foreign.shim import define_torchvision_operators
 
     define_torchvision_operators()

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(Path(__file__).resolve().parent)]
 
 from measures import adam  # noqa: E402
+
 from tests.fusion.workloads import USUAL, Workload  # noqa: E402
 
 

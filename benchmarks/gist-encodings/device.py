@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-
 from run import DEVICE, KINDS, Case, Subject, synchronise
+from torch.profiler import ProfilerActivity, profile
 
 _NAMED = 12
 """Kernels that are named, those that take longest."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from run import DEVICE, Case, Subject, policy_for
 
 CASES = "alexnet:8x224,vgg19:8x224,inception_v3:8x299,resnet50:8x224,unet:2x224,densenet121:8x224"

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torchvision
+from run import DEVICE, policy_for
 from torch.nn import functional as F
 
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.evaluate import StepModel
-from run import DEVICE, policy_for
 
 WAYS = ("plain", "int8", "int4", "half", "lossless", "again", "plain on others")
 CLASSES, SIDE, SHIFT = 10, 32, 4

@@ -33,6 +33,7 @@ def main() -> None:
     given = parser.parse_args()
 
     import torch
+
     from tests.foreign.shim import define_torchvision_operators
 
     define_torchvision_operators()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run import MODELS, Row, network, pictures
 from torch import nn
 from ways import wait
 
@@ -28,7 +29,6 @@ from outcore.memory.param_offload.hooks import _BeforeForward
 from outcore.memory.param_offload.in_flight_params import InFlightParams
 from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.param_offload.writeback import Writebacks
-from run import MODELS, Row, network, pictures
 
 FUNCTIONS: tuple[tuple[type, str], ...] = (
     (StateOffloader, "begin_forward"),

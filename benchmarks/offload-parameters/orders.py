@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run import MODELS, Row, link, network, pictures, trace
 
 from outcore.memory.offload.copy_streams import CopyStreams
 from outcore.memory.param_offload import writeback
 from outcore.memory.param_offload.writeback import Writeback, Writebacks
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
-from run import MODELS, Row, link, network, pictures, trace
 
 MIB = 2**20
 

@@ -12,9 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ways import WAYS
-
 from run import MODELS, SEEDS_S
+from ways import WAYS
 
 HERE = Path(__file__).parent
 MARK = "<!-- tables -->"

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 time.perf_counter = time.process_time
 
 import torch
+from run import sizes, torchgpipe_solver, torchvision, unet_plus_plus
 from torch import Tensor, nn
 
 import outcore
@@ -38,7 +39,6 @@ from outcore.graph import Graph, Subgraph
 from outcore.planner import CallWeights, Pipeline, split
 from outcore.planner.partition.units import find_units
 from outcore.planner.partition.weighted_units import weigh
-from run import sizes, torchgpipe_solver, torchvision, unet_plus_plus
 
 HERE = Path(__file__).parent
 GPIPE = Pipeline("gpipe", 2)

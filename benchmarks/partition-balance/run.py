@@ -26,7 +26,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from tests.foreign.shim import define_torchvision_operators
 from torch import nn
 
 import outcore
@@ -35,6 +34,7 @@ from outcore.graph import Graph
 from outcore.planner import CallWeights, Pipeline, split, weights_from_shapes
 from outcore.planner.partition.units import find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
+from tests.foreign.shim import define_torchvision_operators
 
 HERE = Path(__file__).parent
 

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.shim import define_torchvision_operators
 from torch import Tensor, nn
 
 import outcore
+from tests.foreign.shim import define_torchvision_operators
 
 define_torchvision_operators()
 

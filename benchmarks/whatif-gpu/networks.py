@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.shim import define_torchvision_operators
 from torch import Tensor, nn
 
 import outcore
 from outcore.models import UNet
+from tests.foreign.shim import define_torchvision_operators
 
 define_torchvision_operators()
 

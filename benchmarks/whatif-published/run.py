@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.shim import define_torchvision_operators
 from torch import Tensor, nn
 
 import outcore
 from outcore.machine import parse
 from outcore.whatif.elsewhere import record_on
 from outcore.whatif.setup import TrainingSetup
+from tests.foreign.shim import define_torchvision_operators
 
 define_torchvision_operators()
 HERE = Path(__file__).parent

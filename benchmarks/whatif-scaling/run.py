@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.shim import define_torchvision_operators
 from torch import nn
 
 import outcore
@@ -24,6 +23,7 @@ from outcore.machine import parse
 from outcore.whatif.links import parse_link
 from outcore.whatif.scaling import scale_out
 from outcore.whatif.scaling_plot import scaling_svg
+from tests.foreign.shim import define_torchvision_operators
 
 define_torchvision_operators()
 HERE = Path(__file__).parent

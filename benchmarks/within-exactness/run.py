@@ -35,6 +35,7 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+
 from tests.foreign.zoo import ZOO, Foreign, by_name
 from tests.memory.examine import PRECISIONS, examine
 from tests.memory.odd_networks import odd_network, odd_volume

@@ -26,11 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+
+import outcore
 from tests.foreign.foreign import Foreign
 from tests.foreign.zoo import QUICK, ZOO
 from tests.graph.replay import assert_same, run
-
-import outcore
 
 HERE = Path(__file__).parent
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import keras
 import numpy as np
 
-import keras
 import outcore
 
 L = keras.layers
