@@ -75,7 +75,7 @@ def test_the_simulator_finds_the_peak_and_the_time_that_were_evaluated(name: str
     timeline = simulate(one_stage(model, chosen), stage_of(model), link_of(LINK))  # type: ignore[arg-type]
     assert timeline.memory[0].peak_bytes >= int(step.curve[model.forward_at].max())
     assert timeline.memory[0].peak_bytes <= (1.05 if name == "chain" else 1.001) * step.peak_bytes
-    assert timeline.step_s == pytest.approx(step.time_s, rel=0.1 if step.transfers else 1e-9)
+    assert timeline.step_s == pytest.approx(step.time_s, rel=0.02 if step.transfers else 1e-9)
 
 
 def test_every_call_runs_once_each_way_and_what_is_recomputed_comes_before_it_is_needed() -> None:

@@ -119,9 +119,11 @@ def schedule_transfers(
     if overflow is not None:
         overflow.turn(clock.backward_start[-1])
     found, free_s, stall_s = [], 0.0, 0.0
+    before = len(keeping.order)
     for buffer, need in needs:
         ready_s = overflow.ready(buffer) if overflow is not None else 0.0
         fetch = max(_no_later(keeping, clock.before_backward(max(starts[buffer.name], ready_s - stall_s))), need)
+        before = fetch = min(fetch, before)  # the link is first come, first served: what is needed first is asked first
         begins = max(free_s, clock.backward_start[fetch] + stall_s, ends[buffer.name], ready_s)
         free_s = begins + buffer.bytes / tier.in_bytes_per_s
         stall_s += max(0.0, free_s - clock.backward_start[need] - stall_s)

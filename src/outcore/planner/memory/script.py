@@ -151,7 +151,8 @@ class _Writer:
             self.after_forward[place].append(release)
         else:
             self.before_backward[place].append((-2, release))
-        self.before_backward[copies.fetch].append((-1, actions.Fetch(name, size)))
+        first = list(self.copies).index(name) / len(self.copies) if name in self.copies else 0.0  # as they are needed
+        self.before_backward[copies.fetch].append((-1 + first / 2, actions.Fetch(name, size)))
         self.before_backward[begins].append((buffer.born - 1, actions.Wait(name)))
 
     def handled(self) -> list[int]:
