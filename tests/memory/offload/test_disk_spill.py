@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outcore
-from outcore.cli.one_device import _tier
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.machine import Device, HostLink, Link, Machine
@@ -21,6 +20,7 @@ from outcore.memory.saved_tensors import managed_forward
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.explain import explain
+from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.plan import plan_memory
 from tests.memory.oracle import policies
 
@@ -190,7 +190,7 @@ def test_a_machine_says_how_much_room_its_host_has() -> None:
     gpu, cpu = Device("V100", "cuda", 16 << 30, 9e11, {}), Device("host", "cpu", 10 << 30, 1e11, {})
     link = Link(1e10, 1e10, 1.5e10)
     machine = Machine("small host", (gpu,), cpu, HostLink(link, link), disk=Link(2e9, 3e9, 4e9))
-    tier = _tier(machine)
+    tier = tier_of(machine)
     assert tier is not None and tier.capacity_bytes == 8 << 30 and tier.beyond == OffloadTarget(2e9, 3e9)
 
 
