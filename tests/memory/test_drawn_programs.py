@@ -4,7 +4,7 @@ import pytest
 
 from .programs.drawn import outcome
 
-QUICK, MANY, BLOCK = 40, 2000, 50
+QUICK, MANY, BLOCK = 20, 2000, 50
 
 
 def test_few_programs_differ_in_nothing() -> None:

@@ -130,6 +130,7 @@ def test_halos_may_be_computed_twice_and_not_sent() -> None:
     assert computed.ranks.messages < sent.ranks.messages
 
 
+@pytest.mark.slow
 def test_a_large_image_takes_a_quarter_on_four_ranks() -> None:
     """Of a U-Net at 4096 pixels, counted on tensors without memory."""
     image = torch.empty(1, 3, 4096, 4096, device="meta")
