@@ -69,6 +69,19 @@ def train(case: str, plan: dict[str, Any], steps: int = 3, size: int = 8, **opti
     return answer
 
 
+def two_steps(case: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps under a plan (a document); losses, weights, and the peaks of the second."""
+    engine = Engine(CASES[case].job, outcore.Plan.from_json(plan), optimizer=momentum)
+    first, second = batches_of(case, 2, 8)
+    losses = [engine.step(*first)]
+    engine.count_memory()
+    losses.append(engine.step(*second))
+    peaks = engine.timeline().peak_bytes
+    weights = {n: t.clone() for n, t in engine.state_dict().items()}
+    engine.close()
+    return {"losses": losses, "weights": weights, "peaks": peaks}
+
+
 def plain(case: str, pieces: int, steps: int = 3, size: int = 8, make: Any = momentum) -> dict[str, Any]:
     """The same training in plain PyTorch: a loop over the micro-batches."""
     job = CASES[case].job

@@ -7,10 +7,8 @@ same bits.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +22,7 @@ from outcore.spatial.statistics import Statistics, largest, normalise, take_stat
 from outcore.stream.call import RuleContext, widening_rule
 from outcore.stream.execute.fork import fork
 from outcore.stream.execute.running_statistics import update_statistics
+from outcore.stream.execute.tile_run import modes
 from outcore.stream.network import RegionNode
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
@@ -143,7 +142,7 @@ class SplitRun:
 
     def _node(self, node: RegionNode) -> None:
         self.state.before(node.call)
-        with _modes(self.network.contexts.get(node.call)):
+        with modes(self.network.contexts.get(node.call)):
             if node.kind == "global":
                 self._small(node)
             elif node.norm is not None:
@@ -302,15 +301,3 @@ def _channel_noise(rule: Dropout, x: torch.Tensor) -> torch.Tensor:
     ones = torch.ones(*rule.shape[:2], 1, 1, dtype=x.dtype, device=x.device)
     noise: torch.Tensor = torch.nn.functional.dropout2d(ones, rule.rate, True)
     return noise.reshape(*rule.shape[:2], *(1,) * (x.dim() - 2))
-
-
-def _modes(context: Context | None) -> contextlib.AbstractContextManager[Any]:
-    """The modes that the model itself put a call under, if any."""
-    if context is None:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    if not context.grad:
-        stack.enter_context(torch.no_grad())
-    for device, enabled, dtype in context.autocast:
-        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-    return stack

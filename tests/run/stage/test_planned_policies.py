@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import outcore
-from outcore.run import Engine
 from tests.run.networks import CASES
 from tests.run.pool import Pool
-from tests.run.training import batches_of, momentum
-
-
-def measured(case: str, document: dict[str, Any]) -> dict[str, Any]:
-    """Two steps on one rank of a plan; losses, weights, and the peaks of the second step."""
-    engine = Engine(CASES[case].job, outcore.Plan.from_json(document), optimizer=momentum)
-    first, second = batches_of(case, 2, 8)
-    losses = [engine.step(*first)]
-    engine.count_memory()
-    losses.append(engine.step(*second))
-    peaks = engine.timeline().peak_bytes
-    weights = {n: t.clone() for n, t in engine.state_dict().items()}
-    engine.close()
-    return {"losses": losses, "weights": weights, "peaks": peaks}
+from tests.run.training import two_steps
 
 
 def test_what_the_planner_does_not_keep_changes_no_bit_and_fits(ranks: Pool) -> None:
@@ -35,7 +19,7 @@ def test_what_the_planner_does_not_keep_changes_no_bit_and_fits(ranks: Pool) -> 
     plans = (outcore.plan(job, devices=2, batch=8, schedule="1f1b", memory=limit) for limit in limits)
     limit, plan = next((limit, made) for limit, made in zip(limits, plans, strict=True) if made.policy)
     same_cut = {**plan.to_json(), "policy": {}}
-    want, found = (ranks.run(measured, 2, "unet", document) for document in (same_cut, plan.to_json()))
+    want, found = (ranks.run(two_steps, 2, "unet", document) for document in (same_cut, plan.to_json()))
     assert plan.predicted is not None
     for plain, ours in zip(want, found, strict=True):
         assert ours["losses"] == plain["losses"]

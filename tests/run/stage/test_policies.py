@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import outcore
-from outcore.run import Engine
 from tests.run.networks import CASES
 from tests.run.pool import Pool
-from tests.run.training import batches_of, fingerprint, momentum
+from tests.run.training import fingerprint, two_steps
 
 
 def held(case: str, cut: int, policy: dict[str, str], placement: Any = None, schedule: str = "gpipe") -> dict[str, Any]:
@@ -24,15 +23,7 @@ def held(case: str, cut: int, policy: dict[str, str], placement: Any = None, sch
         placement=placement,
         policy=policy,
     )
-    engine = Engine(CASES[case].job, plan, optimizer=momentum)
-    first, second = batches_of(case, 2, 8)
-    losses = [engine.step(*first)]
-    engine.count_memory()
-    losses.append(engine.step(*second))
-    peaks = engine.timeline().peak_bytes
-    weights = {n: t.clone() for n, t in engine.state_dict().items()}
-    engine.close()
-    return {"losses": losses, "weights": weights, "peaks": peaks}
+    return two_steps(case, plan.to_json())
 
 
 def policy_of(case: str, how: str) -> dict[str, str]:

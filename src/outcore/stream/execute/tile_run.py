@@ -11,14 +11,14 @@ from outcore.graph.record.recording import Context, Ref
 from outcore.ops.region import Region
 from outcore.stream.call import RuleContext, widening_rule
 from outcore.stream.execute.fork import fork
-from outcore.stream.network import RegionNetwork, RegionNode
+from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.tiles import TilePlan
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
 from outcore.stream.rules.pool import MaxPool
 
-__all__ = ["run_tile"]
+__all__ = ["modes", "run_tile"]
 
 
 def run_tile(
@@ -59,7 +59,7 @@ def run_tile(
                     handed.update(_hand_out(ref.name, held, plan, readers[ref.name]))
                 operands.append(handed.pop((node.output, i)))
         assert node.rule is not None
-        with _modes(network, node):
+        with modes(network.contexts.get(node.call)):
             widened, wide = plan.widened.get(node.output), widening_rule(node.rule)
             if widened is not None and wide is not None:
                 held[node.output] = wide.run_widened(operands, widened)
@@ -94,9 +94,8 @@ def _hand_out(
     return {(output, i): part for (output, i, _, _), part in zip(readers, parts, strict=True)}
 
 
-def _modes(network: RegionNetwork, node: RegionNode) -> contextlib.AbstractContextManager[object]:
-    """The modes that the model itself put this call under, if any."""
-    context: Context | None = network.contexts.get(node.call)
+def modes(context: Context | None) -> contextlib.AbstractContextManager[object]:
+    """The modes that the model itself put a call under, if any."""
     if context is None:
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
