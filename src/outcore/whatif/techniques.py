@@ -43,6 +43,8 @@ class Technique:
     usage: ClassVar[str] = ""
     doubt: ClassVar[float] = 0.02
     """How far the step may be off because of the technique's own model, as a share of the time that it changes."""
+    runs: ClassVar[bool] = True
+    """Whether a machine can run it, or it is only thought."""
 
     def on(self, device: Device) -> Technique:
         """The technique as it is used on a device."""
@@ -55,11 +57,6 @@ class Technique:
     def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
         """The recorded step with it."""
         return step
-
-    @property
-    def runs(self) -> bool:
-        """Whether a machine can run it, or it is only thought."""
-        return True
 
     def __str__(self) -> str:
         return self.usage
@@ -191,6 +188,7 @@ class FasterLink(Technique):
     """Links so many times as fast."""
 
     factor: float = 2.0
+    runs: ClassVar[bool] = False
     usage: ClassVar[str] = "link=2x"
 
     def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
@@ -198,10 +196,6 @@ class FasterLink(Technique):
         if not names:
             return step.noted("nothing of this step crosses a link by itself; ask with several GPUs")
         return step.scale(names, 1 / self.factor)
-
-    @property
-    def runs(self) -> bool:
-        return False
 
     def __str__(self) -> str:
         return f"link={self.factor:g}x"
@@ -212,15 +206,12 @@ class Free(Technique):
     """A block that takes no time: the most that any work on it could gain."""
 
     target: str = ""
+    runs: ClassVar[bool] = False
     usage: ClassVar[str] = "BLOCK=free"
     doubt: ClassVar[float] = 0.0
 
     def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
         return step.remove(targeted(step, self.target))
-
-    @property
-    def runs(self) -> bool:
-        return False
 
     def __str__(self) -> str:
         return f"{self.target}=free"
@@ -232,6 +223,7 @@ class Scaled(Technique):
 
     target: str = ""
     factor: float = 1.0
+    runs: ClassVar[bool] = False
     usage: ClassVar[str] = "TARGET:0.5x"
     doubt: ClassVar[float] = 0.0
 
@@ -240,10 +232,6 @@ class Scaled(Technique):
         if self.target not in step.resources:  # faster kernels are launched as slowly as before
             chosen = [name for name in chosen if step.tasks[name].kind != "launch"]
         return step.scale(chosen, self.factor)
-
-    @property
-    def runs(self) -> bool:
-        return False
 
     def __str__(self) -> str:
         return f"{self.target}:{self.factor:g}x"
