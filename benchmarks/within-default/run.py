@@ -156,7 +156,10 @@ def clocked_parts() -> dict[str, float]:
         def around(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             try:
-                return run(*args, **kwargs)
+                result = run(*args, **kwargs)
+                if part == "trying":
+                    spent[f"reserved in try {int(spent.get('trying, times', 0))}"] = result / 2**20
+                return result
             finally:
                 spent[part] = spent.get(part, 0.0) + time.perf_counter() - begin
                 spent[f"{part}, times"] = spent.get(f"{part}, times", 0) + 1
@@ -254,10 +257,15 @@ def _one(row: dict[str, Any], name: str, share: float, bf16: bool, wall: bool, o
     torch.cuda.reset_peak_memory_stats()
     before = trouble()
     first: list[float] = []
+    row |= {"first_steps": first, "retries_by_step": (by_step := []), "seconds_by_step": (seconds := [])}
     for i in range(STEADY):
         torch.cuda.reset_peak_memory_stats()
+        begin, looked_again = time.perf_counter(), trouble()[0]
         take_step(model, x, optimizer, bf16, i)
+        torch.cuda.synchronize()
         first.append(torch.cuda.max_memory_reserved() / budget)
+        by_step.append(trouble()[0] - looked_again)
+        seconds.append(time.perf_counter() - begin)
     ours = timed(model, x, optimizer, bf16)
     peak = torch.cuda.max_memory_reserved()
     retries, refused = (now - then for now, then in zip(trouble(), before, strict=True))
@@ -277,7 +285,6 @@ def _one(row: dict[str, Any], name: str, share: float, bf16: bool, wall: bool, o
         "predicted": plan_peak,
         "ours_ms": 1e3 * statistics.median(ours),
         "ratio": statistics.median(ours) / statistics.median(plain),
-        "first_steps": first,
         "reserved": max(peak, int(max(first) * budget)),
         "allocated": active,
         "retries": retries,
@@ -292,7 +299,7 @@ def _one(row: dict[str, Any], name: str, share: float, bf16: bool, wall: bool, o
 def shown(row: dict[str, Any]) -> str:
     """A row in one line."""
     if "error" in row:
-        return str([row["error"], row.get("where"), row.get("told")])
+        return str([row["error"], row.get("where"), row.get("told"), row.get("first_steps"), row.get("of_planning_s")])
     parts = {part: round(value, 1) for part, value in row["of_planning_s"].items()}
     return (
         f"{row['ratio']:.2f}x (predicted {row['predicted_x'] or 0:.2f}x, "
@@ -302,6 +309,8 @@ def shown(row: dict[str, Any]) -> str:
         f"again {row['second_start_s']:.1f} s, retries {row['retries']}, refused {row['refused']}, "
         f"{row['bitwise']}/{row['gradients']} (plain {row['plain_repeats']}), {row['calls']} calls"
         f"{', as graphs' if row['as_graphs'] else ''} {row['why_live'][:160]} {row['told']}"
+        f"{[round(v, 2) for v in row['first_steps']]} {row['retries_by_step']}"
+        f" longest {max(row['seconds_by_step']):.1f} s"
     )
 
 

@@ -303,7 +303,7 @@ def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...],
         here = reference()
         assert here is not None
         found = ManagedForward(here.model, wanted, here.costs, here.inner)
-        found.only_graphs = True
+        found.only_graphs, found.near = True, here.plan
         return found
 
     managed_forward.choice = GraphChoice(as_graphs, make, copied)

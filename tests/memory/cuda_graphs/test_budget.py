@@ -22,7 +22,7 @@ class Recorded:
     def __init__(self, more: int) -> None:
         self.more, self.graphs, self.bytes, self.freed = more, None, 0, False
 
-    def capture(self, tensors: list[torch.Tensor]) -> None:
+    def capture(self, tensors: list[torch.Tensor], *, warm: bool) -> None:
         self.bytes = self.more
 
     def free(self) -> None:
@@ -89,7 +89,7 @@ def test_the_smallest_plan_has_its_turn_before_graphs_are_given_up(managed: Any)
 def test_a_step_that_cannot_be_recorded_runs_call_by_call(managed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     managed_forward, key, images = managed
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, warm: bool) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Recorded, "capture", fail)

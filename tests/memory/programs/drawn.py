@@ -9,12 +9,14 @@ written out step by step: what it changes before and after each forward, how it 
 `outcome(seed)` runs the text plainly and under policies and compares what both noted. A program that plain PyTorch
 refuses is no finding, whatever happens under policies; nor is one that plain PyTorch does not repeat.
 
-``python -m tests.memory.programs.drawn SEED [SEED]`` prints one program and how it ended, or runs a range of them.
+``python -m tests.memory.programs.drawn SEED [SEED] [MODE] [--device cuda]`` prints one program and how it ended, or
+runs a range of them.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import faulthandler
 import linecache
@@ -1319,6 +1321,10 @@ class Outcome:
         return self.ended in ("differs", "raises")
 
 
+_DEVICE = torch.device("cpu")
+"""Where programs make their models and data."""
+
+
 def _run(source: str, mode: str | None, seed: int, name: str) -> tuple[Run, BaseException | None]:
     """Run a program from one random state."""
     torch.manual_seed(seed)
@@ -1327,8 +1333,10 @@ def _run(source: str, mode: str | None, seed: int, name: str) -> tuple[Run, Base
     run = Run(mode, seed)
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     space: dict[str, Any] = {**_names(), "__name__": "drawn"}
+    if _DEVICE.type != "cpu":  # a generator does not follow the default device
+        source = source.replace("torch.Generator()", f"torch.Generator({str(_DEVICE)!r})")
     error: BaseException | None = None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.nullcontext() if _DEVICE.type == "cpu" else _DEVICE:
         warnings.simplefilter("ignore")
         exec(compile(source, name, "exec"), space)
         try:
@@ -1369,6 +1377,11 @@ def _main(arguments: list[str]) -> int:
     """Print one program and how it ended, or run a range of them."""
     faulthandler.enable()
     torch.set_num_threads(1)
+    if "--device" in arguments:
+        global _DEVICE
+        at = arguments.index("--device")
+        _DEVICE, arguments = torch.device(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+        torch.use_deterministic_algorithms(True, warn_only=True)
     first = int(arguments[0])
     if len(arguments) < 2 or not arguments[1].isdigit():
         mode = arguments[1] if len(arguments) > 1 else None
@@ -1380,7 +1393,7 @@ def _main(arguments: list[str]) -> int:
         faulthandler.dump_traceback_later(120, exit=True)
         ended = outcome(seed, arguments[2] if len(arguments) > 2 else None)
         counts[ended.ended] += 1
-        if ended.found:
+        if ended.found or ended.ended == "plain refuses":
             last = ended.told.strip().splitlines()
             print(seed, ended.mode, ended.ended, last[-1][:200] if last else "", flush=True)
     faulthandler.cancel_dump_traceback_later()

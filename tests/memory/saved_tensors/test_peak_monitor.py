@@ -16,7 +16,7 @@ class Counter:
     """An allocator whose peak is what a test says."""
 
     def __init__(self, peak: int, others: int = 0) -> None:
-        self.most, self.now, self.resets = peak, others, 0
+        self.most, self.now, self.resets, self.looked_twice = peak, others, 0, 7
 
     def allocated(self) -> int:
         return self.now
@@ -26,6 +26,9 @@ class Counter:
 
     def reset(self) -> None:
         self.resets += 1
+
+    def retries(self) -> int:
+        return self.looked_twice
 
     def wait(self) -> None:
         pass
@@ -68,6 +71,24 @@ def test_a_step_within_its_budget_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     assert entry.measured.peak_bytes == counter.most and entry.measured.step_s > 0
     assert "predicted" in entry.measured.beside(entry.plan)
     assert managed_forward.plan.peak_bytes == before and counter.resets == 3
+
+
+def test_an_allocator_that_looks_twice_for_room_has_more_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = network()
+    outcore.within(model, (images,), memory=None, quiet=True)
+    budget = int(0.7 * outcore.memory_plan(model).plain_bytes)
+    counter = Counter(0)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
+    outcore.within(model, (images,), memory=budget, quiet=True)
+    managed_forward = model.__dict__["forward"]
+    before, peak = managed_forward.settings.reserved_bytes, managed_forward.plan.outcome.peak_bytes
+    steps(model, images, 1)
+    counter.looked_twice += 2
+    steps(model, images, 3)
+    left = before + int(0.03 * budget)
+    assert managed_forward.settings.reserved_bytes == left and managed_forward.plan.outcome.peak_bytes < peak
+    steps(model, images, 5)  # in which it finds room
+    assert managed_forward.settings.reserved_bytes == left
 
 
 def test_a_step_above_its_budget_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["planned_again"]
 
 _TRIES = 5
+_GROWTH, _MOST_GROWTH = 2 * 20 * 2**20, 0.03
+"""Segments grow by 20 MiB, on the stream of the loop and on that of the captures; of the budget, at most this share."""
 
 
 def planned_again(
@@ -44,7 +46,7 @@ def planned_again(
         return False
     settings = managed_forward.settings
     try:
-        entry.graphed.capture(tensors)
+        entry.graphed.capture(tensors, warm=managed_forward.only_graphs)  # live steps have run then
     except RuntimeError as error:
         warnings.warn(f"outcore: this step cannot be a CUDA graph ({error}); it runs call by call", stacklevel=4)
         entry.graphed = None
@@ -96,11 +98,12 @@ def _with_less(
 
 def _beside(managed_forward: ManagedForward, entry: PlannedCall, tensors: list[torch.Tensor]) -> int:
     """Bytes that the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the
-    loss."""
+    loss, and what segments grow by beyond that."""
     settings, sizes = managed_forward.settings, entry.plan.keeping.costs.parameters
     optimizer = settings.optimizer.state_bytes(sizes) + settings.optimizer.workspace_bytes(sizes)
     model = sum(t.nbytes for t in (*managed_forward.model.parameters(), *managed_forward.model.buffers()))
-    return model + optimizer + settings.beside_bytes + sum(t.nbytes for t in tensors) + _unused()
+    growth = min(_GROWTH, int(_MOST_GROWTH * (settings.budget_bytes or 0)))
+    return model + optimizer + settings.beside_bytes + sum(t.nbytes for t in tensors) + _unused() + growth
 
 
 def _unused() -> int:

@@ -93,8 +93,14 @@ class StepGraph:
         results = iter(outputs if isinstance(outputs, tuple) else (outputs,))
         return (substitute(self.template, Ref, lambda _: next(results)),)
 
-    def capture(self, tensors: list[torch.Tensor]) -> None:
-        """Warm up, then capture both graphs; the model is left as it was."""
+    def capture(self, tensors: list[torch.Tensor], *, warm: bool = False) -> None:
+        """Warm up, then capture both graphs; the model is left as it was.
+
+        Args:
+            tensors: the inputs.
+            warm: whether the same calls have run already; then there are steps before the capture only if it fails
+                without, because a step outside of a graph's pool takes more memory than one inside.
+        """
         give_back()  # else what stays could lie in large blocks that nothing else uses
         before = ModelState(self.model, state_tensors(self.model))
         other = self.other if self.other is not None and self.other.graphs is not None else None
@@ -106,11 +112,12 @@ class StepGraph:
         pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
         try:
             with growing_segments():
-                with pool.beside():
-                    for _ in range(_WARM_UPS):
-                        self.warm_up()
-                before.restore()
-                self.record_padded(pool, trace=other is None)
+                if not (warm and self.recorded_at_once(pool, before, trace=other is None)):
+                    with pool.beside():
+                        for _ in range(_WARM_UPS):
+                            self.warm_up()
+                    before.restore()
+                    self.record_padded(pool, trace=other is None)
         finally:
             before.restore()
         del before
@@ -135,13 +142,28 @@ class StepGraph:
             self.free()
             self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
+    def recorded_at_once(self, pool: GraphPool, before: ModelState, *, trace: bool) -> bool:
+        """Capture without warming up; whether that could be done."""
+        handle = pool.handle
+        try:
+            self.record_padded(pool, trace=trace)
+        except RuntimeError:
+            before.restore()
+            self.graphs, pool.handle = None, handle
+            return False
+        return True
+
     def warm_up(self) -> None:
         """Run a step as it will be captured."""
         with capture_parameters(self.model, self.parameters) as parameters:
             outputs = self.run()
-            self.wanted = _wanted(outputs)
-            self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
+            self.expect_gradients(outputs)
             self.differentiate(outputs, parameters)
+
+    def expect_gradients(self, outputs: list[torch.Tensor]) -> None:
+        """Have memory for the gradients of the outputs."""
+        self.wanted = _wanted(outputs)
+        self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
 
     def record_padded(self, pool: GraphPool, *, trace: bool) -> None:
         """Capture both graphs, again with padding blocks if these are predicted to save memory, and without if they did
@@ -167,6 +189,7 @@ class StepGraph:
                 outputs = self.run(padding)
             padding.end_forward()
             self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
+            self.expect_gradients(outputs)
             give_back()
             with pool.recorded(backward):
                 self.found = self.differentiate(outputs, parameters, without_workspaces)

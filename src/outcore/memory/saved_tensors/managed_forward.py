@@ -106,6 +106,8 @@ class ManagedForward:
         """How that is done, and where they are to be."""
         self.elsewhere: torch.device | None = None
         """Where the model computes, if it is the copy of one whose parameters were not there."""
+        self.near: MemoryPlan | None = None
+        """A plan for the same call in another way, from which a search may start."""
         self.inherited = False
         """Whether the model is a copy, and may have changed since its policies were chosen."""
 
@@ -332,7 +334,14 @@ class ManagedForward:
         replays = self.settings.replays and self.varying is None and recording.is_pure and not hooks_of(self.model)
         settings = self.settings if replays else replace(self.settings, fuse=False)
         found = found or propose(
-            graph, self.model, self.costs_of(graph), settings, self.device, first, inherited=self.inherited, near=near
+            graph,
+            self.model,
+            self.costs_of(graph),
+            settings,
+            self.device,
+            first,
+            inherited=self.inherited,
+            near=near or self.near,
         )
         plan = found.plan
         assert found.graph.executable is not None

@@ -2,9 +2,10 @@
 
 A prediction can miss what a library allocates for itself. So the allocator's peak is read over two steps, after one
 that warms up. If it is above the budget, the plan is made again with as much less; if nothing smaller is possible, that
-is said. Memory of others on the device (a second model, data loaded ahead) is taken off first: what is allocated when
-forward begins and is neither the model's own nor the optimizer's, nor what libraries keep for themselves. Where state
-lives below the device, what of it is not at home counts.
+is said. If the allocator had to give cached memory back in these steps to find room, a share of the budget is left to
+it (`outcore.memory.saved_tensors.replan`). Memory of others on the device (a second model, data loaded ahead) is taken
+off first: what is allocated when forward begins and is neither the model's own nor the optimizer's, nor what libraries
+keep for themselves. Where state lives below the device, what of it is not at home counts.
 
 Watching resets the allocator's peak and waits for the device at the beginning of the first steps; from the fourth on it
 is gone.
@@ -40,6 +41,8 @@ class MeasuredStep:
     """Of the model's own; none where nobody counts."""
     step_s: float
     """From one forward to the next."""
+    retries: int = 0
+    """How often the allocator gave cached memory back to find room."""
 
     def beside(self, plan: MemoryPlan) -> str:
         """The figures beside what was predicted."""
@@ -60,6 +63,9 @@ class MemoryMeter(Protocol):
     def reset(self) -> None:
         """Forget the peak."""
 
+    def retries(self) -> int:
+        """How often cached memory was given back to find room, since the process began."""
+
     def wait(self) -> None:
         """Until the device has done all it was told."""
 
@@ -79,6 +85,9 @@ class _Allocator:
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
+    def retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
@@ -97,6 +106,7 @@ class PeakMonitor:
         self.steps = 0
         self.peak = 0
         self.others = 0
+        self.retries = 0
         self.fastest_s = float("inf")
         self.began = 0.0
 
@@ -111,10 +121,13 @@ class PeakMonitor:
                 self.peak = max(self.peak, self.meter.peak() - self.others)
         self.steps += 1
         if self.steps > _WARM_UPS + _WATCHED:
-            return MeasuredStep(self.peak if self.meter is not None else None, self.fastest_s)
+            if self.meter is None:
+                return MeasuredStep(None, self.fastest_s)
+            return MeasuredStep(self.peak, self.fastest_s, self.meter.retries() - self.retries)
         if self.meter is not None:
             known = self.library_bytes + self.own(keeper) + sum(t.nbytes for t in tensors)
             self.others = max(0, self.meter.allocated() - known)
+            self.retries = self.meter.retries() if self.steps == 1 else self.retries
             self.meter.reset()
         self.began = time.perf_counter()
         return None

@@ -1,4 +1,5 @@
-"""Planning a way of calling a model again: when a step took more than its budget, or a fused norm disappoints.
+"""Planning a way of calling a model again: when a step took more than its budget, when the allocator did not find room
+for it at once, or when a fused norm disappoints.
 
 The plan before is where the new search starts, and it stays if there is no new one.
 """
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["corrected", "replanned"]
 
+_FOR_ALLOCATOR = 0.03
+"""Share of the budget that is left to an allocator which had to look twice for room."""
+
 
 def corrected(
     managed: ManagedForward,
@@ -36,7 +40,12 @@ def corrected(
     if not managed.settings.quiet:
         print(f"outcore: {seen.beside(entry.plan)}", file=sys.stderr)
     budget, before = managed.settings.budget_bytes, managed.settings
-    if budget is None or seen.peak_bytes is None or seen.peak_bytes <= budget or before.policy is not None:
+    if budget is None or seen.peak_bytes is None or before.policy is not None:
+        return compared(managed, key, entry, seen, args, kwargs)
+    if seen.peak_bytes <= budget:
+        if seen.retries and not managed.settings.graphs:
+            more = replace(before, reserved_bytes=before.reserved_bytes + int(_FOR_ALLOCATOR * budget))
+            return replanned(managed, key, more, args, kwargs) is None
         return compared(managed, key, entry, seen, args, kwargs)
     missed = seen.peak_bytes - entry.plan.peak_bytes
     less = replace(before, reserved_bytes=before.reserved_bytes + missed)

@@ -15,8 +15,9 @@ training too. Where the device itself has hardly more than the budget, the first
 
 A loss of the user's is taken if there is one; else the sum of the outputs. Backward runs outside of autocast, as in
 loops: inside, its own operations would be cast too, and weights kept in another type. The optimizer does not step:
-memory of the size of its state is taken where it would take it. What is reserved still grows in the second and third
-step, because what stays from the first lies in between.
+memory of the size of its state is taken where it would take it. A first step is not counted: in it, casts are compared
+with what they were made from, and a few requests more put later blocks elsewhere. What is reserved still grows in the
+second and third step, because what stays from the first lies in between.
 """
 
 from __future__ import annotations
@@ -214,19 +215,24 @@ def _reserved(
     own = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     own += sum(t.nbytes for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == "cuda")
     others = max(0, torch.cuda.memory_allocated(device) - own)
-    torch.cuda.reset_peak_memory_stats(device)
-    trouble = _trouble(device)
     budget = managed_forward.settings.budget_bytes or 0
     held: list[torch.Tensor] = []
+    output = value = None
+    trouble = 0
     try:
-        for _ in range(_STEPS):  # after the first, with what the optimizer allocates in it
-            output = managed_forward(*args, **kwargs)
+        for i in range(1 + _STEPS):  # after the first two, with what the optimizer allocates in them
+            if i == 1:
+                held.clear()
+                output = value = None
+                torch.cuda.synchronize(device)
+                give_back()
+                torch.cuda.reset_peak_memory_stats(device)
+                trouble = _trouble(device)
+            output = managed_forward(*args, **kwargs)  # the one before and its loss are alive until then, as in loops
             torch.clear_autocast_cache()
             value = loss(output) if loss is not None else _total(output)
-            del output
             with torch.autocast(device.type, enabled=False):
                 value.backward()
-            del value
             copies = 0 if held else round(optimizer.state_per_parameter)
             held += [torch.empty_like(p) for p in parameters for _ in range(copies)]
             moment = [torch.empty_like(p) for p in parameters for _ in range(round(optimizer.workspace_per_parameter))]
@@ -241,6 +247,7 @@ def _reserved(
         return int((1 + _STEP) * budget)
     finally:
         held.clear()
+        del output, value
         before.restore()
         for p, gradient in gradients:
             p.grad = gradient
