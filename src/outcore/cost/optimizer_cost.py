@@ -114,7 +114,7 @@ def _bytes(values: Any) -> int:
 
 def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> _Counted:
     """Name, state per parameter, the peak of the second step above what is there, its traffic."""
-    params = [nn.Parameter(torch.ones(n)) for n in sizes]
+    params = [nn.Parameter(torch.ones(n, device="cpu")) for n in sizes]
     optimizer = make(params)
     if device_kind == "cuda" and not any(g.get("fused") for g in optimizer.param_groups):
         for group in optimizer.param_groups:

@@ -51,7 +51,7 @@ class Resampled:
         """One box of the reduced image."""
         channels, *box = spans(region, self.shape)
         if any(start == stop for start, stop in box):
-            return torch.empty([b - a for a, b in (channels, *box)], dtype=self.dtype)
+            return torch.empty([b - a for a, b in (channels, *box)], dtype=self.dtype, device="cpu")
         first, *others = box
         beside = math.prod(b - a for a, b in (channels, *others)) * self.factor ** len(box)
         rows = max(1, int(_BAND_BYTES / (8 * beside)))
@@ -74,12 +74,12 @@ class Resampled:
 
     def _mean(self, values: Tensor, dim: int, span: Span, held: Span) -> Tensor:
         """The mean along one dimension; tap by tap, so that the order of adding is fixed."""
-        position = torch.arange(*span, dtype=torch.float64)
+        position = torch.arange(*span, dtype=torch.float64, device="cpu")
         begin, end = position * self.factor, (position + 1) * self.factor
         first = begin.floor()
         column = [1] * values.ndim
         column[dim] = -1
-        total = torch.zeros([])
+        total = torch.zeros([], device="cpu")
         for tap in range(math.ceil(self.factor) + 1):
             pixel = first + tap
             weight = (torch.minimum(end, pixel + 1) - torch.maximum(begin, pixel)).clamp_(min=0.0) / self.factor

@@ -169,7 +169,7 @@ class Slide:
             raise DataError(
                 f"{self.name} has {len(extent)} dimensions; corner {corner} and size {size} must have as many"
             )
-        out = torch.full((source.shape[0], *size), self.blank, dtype=source.dtype)
+        out = torch.full((source.shape[0], *size), self.blank, dtype=source.dtype, device="cpu")
         inside = [(max(0, a), min(n, a + s)) for a, s, n in zip(corner, size, extent, strict=True)]
         if all(start < stop for start, stop in inside):
             place = [slice(start - a, stop - a) for (start, stop), a in zip(inside, corner, strict=True)]

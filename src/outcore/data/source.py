@@ -133,7 +133,7 @@ class Batch:
         """One box of the batch, as stored."""
         (first, last), *rest = spans(region, self.shape)
         if first == last:
-            return torch.empty((0, *(b - a for a, b in rest)), dtype=self.sources[0].dtype)
+            return torch.empty((0, *(b - a for a, b in rest)), dtype=self.sources[0].dtype, device="cpu")
         boxes = [source.read(rest) for source in self.sources[first:last]]
         return torch.stack(boxes) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 

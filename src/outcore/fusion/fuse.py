@@ -102,7 +102,7 @@ def _per_member(name: str, value: float | Sequence[float] | None, members: int) 
     values = [float(value)] * members if isinstance(value, int | float) else [float(v) for v in value]
     if len(values) != members:
         raise FuseError(f"{name} has {len(values)} values for {members} models; give one for each")
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 _INDEX = ("i", "index", "member", "slot")

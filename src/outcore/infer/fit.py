@@ -87,7 +87,7 @@ def fit(
     network.check_output(graph)
     dense = stream(network.model, tile=1 << 40, statistics=statistics).is_map(image)
     shared = network.device.type == "cpu"
-    itemsize = torch.empty(0, dtype=image.sources[0].dtype).element_size()
+    itemsize = torch.empty(0, dtype=image.sources[0].dtype, device="cpu").element_size()
     whole = sum(math.prod(level.size) for level in slide.levels) * slide.layout.channels * slide.layout.dtype.itemsize
     cache = min(_CACHE_BYTES, memory_bytes // _CACHE_SHARE, whole)
     refused: PlanError | None = None

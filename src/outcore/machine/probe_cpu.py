@@ -81,7 +81,7 @@ def cpu_memory_bytes() -> int:
 
 def measure_copy(*, nbytes: int = 256 << 20, seconds: float = 0.5) -> float:
     """Bytes read plus written per second by a copy that no cache holds."""
-    source = torch.ones(nbytes // 4)
+    source = torch.ones(nbytes // 4, device="cpu")
     target = torch.empty_like(source)
     # One thread: its own time, which others on a busy computer do not lengthen.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -96,7 +96,7 @@ def measure_matmul(precision: str, *, seconds: float = 0.6) -> float | None:
     dtype = TORCH_DTYPES[precision]
     best = 0.0
     for size in (256, 512, 1024, 2048, 4096):
-        a = torch.randn(size, size).to(dtype)
+        a = torch.randn(size, size, device="cpu").to(dtype)
         try:
             timing = time_calls(lambda a=a: a @ a, "cpu", seconds=seconds / 3, warmup=1, least=1)  # type: ignore[misc]
         except RuntimeError:
@@ -109,7 +109,7 @@ def measure_matmul(precision: str, *, seconds: float = 0.6) -> float | None:
 
 def measure_dispatch(*, seconds: float = 0.2) -> float:
     """Seconds the interpreter and torch need to issue one small operation."""
-    x = torch.ones(1)
+    x = torch.ones(1, device="cpu")
 
     def hundred() -> None:
         for _ in range(100):

@@ -80,11 +80,11 @@ def measure_host_link(device: torch.device, *, nbytes: int = 256 << 20) -> HostL
 
 
 def _measure_link(device: torch.device, nbytes: int, *, pinned: bool) -> Link:
-    host_away = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    host_back = torch.ones(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    host_away = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+    host_back = torch.ones(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
     there_away = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     there_back = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    small = torch.zeros(1, dtype=torch.uint8, pin_memory=pinned)
+    small = torch.zeros(1, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
     def best(call: object, repeats: int = 4) -> float:
         times = []

@@ -30,7 +30,7 @@ class PackedRows:
     def of(cls, batch_sizes: Tensor, device: torch.device) -> PackedRows:
         """The packing of a `PackedSequence` with these batch sizes."""
         n = int(batch_sizes[0])
-        exists = batch_sizes.unsqueeze(1) > torch.arange(n)
+        exists = batch_sizes.unsqueeze(1) > torch.arange(n, device="cpu")
         return cls(batch_sizes, exists.sum(0).to(device), exists.flatten().nonzero().squeeze(1).to(device))
 
     @property

@@ -191,7 +191,10 @@ def compare_gradients(side: int, tile: int) -> float:
     net = SlideNet().double()
     scene = Scene((side, side), share=0.4, tile=64)
     slide = open_slide(scene.region([(0, side), (0, side)]).transpose(2, 0, 1))
-    image, target = slide.read([(0, 3), (0, side), (0, side)])[None].double() / 255, torch.tensor([scene.label])
+    image, target = (
+        slide.read([(0, 3), (0, side), (0, side)])[None].double() / 255,
+        torch.tensor([scene.label], device="cpu"),
+    )
     found = []
     for model in (net, stream(net, tile=tile)):
         net.zero_grad(set_to_none=True)

@@ -106,7 +106,9 @@ def forecast(job: Job, inputs: Any, config: Config) -> RunForecast:
 def _record(job: Job, inputs: Sequence[Any], precision: str) -> Graph:
     """The graph for inputs of these shapes; nothing of this size is ever allocated."""
     with torch.device("meta"):
-        stand_ins = tuple(torch.empty(tuple(x.shape), dtype=x.dtype) if hasattr(x, "shape") else x for x in inputs)
+        stand_ins = tuple(
+            torch.empty(tuple(x.shape), dtype=x.dtype, device="cpu") if hasattr(x, "shape") else x for x in inputs
+        )
     model = job.build("meta").train()
     if precision != "fp32":  # autocast looks at the device; weights that nobody fills in take no memory
         model = model.to_empty(device="cpu")

@@ -27,9 +27,9 @@ class CacheState:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cache_bytes = _CPU_CACHE_BYTES
-        self._elsewhere = torch.empty(0, dtype=torch.uint8)
+        self._elsewhere = torch.empty(0, dtype=torch.uint8, device="cpu")
         if device.type == "cpu":
-            self._elsewhere = torch.zeros(_CPU_CACHE_BYTES, dtype=torch.uint8)
+            self._elsewhere = torch.zeros(_CPU_CACHE_BYTES, dtype=torch.uint8, device="cpu")
         elif device.type == "cuda":
             self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
 
@@ -41,7 +41,7 @@ class CacheState:
     def release(self) -> None:
         """Free it."""
         if self.device.type == "cuda":
-            self._elsewhere = torch.empty(0, dtype=torch.uint8)
+            self._elsewhere = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def before(self, warm: Sequence[torch.Tensor]) -> Callable[[], None]:
         """A function to call before every timed run; after it only `warm` is in the cache."""

@@ -27,7 +27,7 @@ _TRIES = 3
 
 def reference_work_s() -> float:
     """Seconds of a fixed piece of work that only the host does: views of a small tensor, recorded by autograd."""
-    tensor = torch.ones(4, requires_grad=True)
+    tensor = torch.ones(4, requires_grad=True, device="cpu")
     times = []
     for _ in range(_TRIES):
         start = time.perf_counter()

@@ -95,7 +95,7 @@ def _table(stack: Stack, names: Sequence[str], tensors: Sequence[Tensor]) -> Ten
                 offset = slot * each + start
                 rows.append((stack.places[name] + offset, begun + offset, min(_BLOCK, each - start), slot))
         begun += tensor.numel()
-    return torch.tensor(rows, dtype=torch.int64).t().contiguous()
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous()
 
 
 def _in_order(grad: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:

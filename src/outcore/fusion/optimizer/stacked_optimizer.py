@@ -106,7 +106,7 @@ class StackedOptimizer:
             stepped = set(names)
             self._split(stepped)
             seen: set[int] = set()
-            who = None if counted is None else torch.tensor(counted, dtype=torch.float32)
+            who = None if counted is None else torch.tensor(counted, dtype=torch.float32, device="cpu")
             for bundle in self._bundled(stepped):
                 if id(bundle.clock) not in seen:
                     bundle.clock.steps += 1 if who is None else who
@@ -205,8 +205,10 @@ class StackedOptimizer:
             keys = dict.fromkeys(k for group in groups for k in self.update.state(group))
             members = len(self.stack)
             shape = (len(names), members)
-            scalars = {key: torch.zeros(shape, dtype=_scalar_dtype()) for key in self.update.scalars or {}}
-            clock = _Clock(names, torch.zeros(shape), scalars)
+            scalars = {
+                key: torch.zeros(shape, dtype=_scalar_dtype(), device="cpu") for key in self.update.scalars or {}
+            }
+            clock = _Clock(names, torch.zeros(shape, device="cpu"), scalars)
             histories: dict[tuple[float, ...], set[str]] = {}
             for i, name in enumerate(names):
                 for slot in range(members):
@@ -302,7 +304,7 @@ class StackedOptimizer:
                 for name, value in kept.items():
                     clock.scalars[name][:, slot] = value
         bundle.rows = list(rows[0])
-        table = torch.tensor([[row[name] for row in rows] for name in bundle.rows], dtype=bundle.dtype)
+        table = torch.tensor([[row[name] for row in rows] for name in bundle.rows], dtype=bundle.dtype, device="cpu")
         device = self.stack.parameters[bundle.names[0]].device
         if bundle.numbers is None:
             bundle.numbers = torch.empty(table.shape, dtype=bundle.dtype, device=device)

@@ -115,7 +115,9 @@ def _nadam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
     lr, decay, rate = _number(group["lr"]), _number(group["weight_decay"]), _number(group["momentum_decay"])
     mu = b1 * (1.0 - 0.5 * 0.96 ** (step * rate))
     following = b1 * (1.0 - 0.5 * 0.96 ** ((step + 1) * rate))
-    kept["mu_product"] = (torch.tensor(kept["mu_product"]) * mu).item()  # torch keeps it in the default dtype
+    kept["mu_product"] = (
+        torch.tensor(kept["mu_product"], device="cpu") * mu
+    ).item()  # torch keeps it in the default dtype
     decoupled = bool(group.get("decoupled_weight_decay"))
     return {
         "b1": b1,

@@ -52,7 +52,9 @@ class _NormMax(torch.autograd.Function):
         centred = torch.where(upward, extremes[0], extremes[1]) - mean
         where = torch.where(upward, places[0], places[1])
         values = centred * (invstd * weight.detach()) + bias.detach()
-        ctx.save_for_backward(x, where, centred, (values > 0) if relu else torch.empty(0), mean, invstd, weight)
+        ctx.save_for_backward(
+            x, where, centred, (values > 0) if relu else torch.empty(0, device="cpu"), mean, invstd, weight
+        )
         ctx.relu = relu
         indices = where.long()
         ctx.mark_non_differentiable(indices)

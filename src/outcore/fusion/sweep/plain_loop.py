@@ -97,7 +97,7 @@ class PlainLoop:
     def _each(self, inputs: Any, targets: Any, *, train: bool) -> Tensor:
         inputs, targets = substitute((inputs, targets), Tensor, lambda t: t.to(self.device))
         given = inputs if isinstance(inputs, (dict, tuple, list)) else (inputs,)
-        losses = torch.full((len(self.members),), torch.nan, dtype=torch.float64)
+        losses = torch.full((len(self.members),), torch.nan, dtype=torch.float64, device="cpu")
         for i, member in enumerate(self.members):
             if member.status == "training":
                 with self._drawing(member), contextlib.nullcontext() if train else evaluating(member.model):

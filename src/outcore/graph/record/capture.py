@@ -235,9 +235,9 @@ def _realised(
         if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
             return tensor
         if tensor.is_floating_point() or tensor.is_complex():
-            made = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+            made = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator, device="cpu")
         else:
-            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         return made.to(_device(model)).requires_grad_(tensor.requires_grad)
 
     realised: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)

@@ -60,20 +60,21 @@ class GraphPool:
     @contextlib.contextmanager
     def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what is run into a graph; copies that it starts are over when it is."""
-        pool = {"pool": self.handle} if self.handle is not None else {}
+        handle = self.handle if self.handle is not None else torch.cuda.graph_pool_handle()
         current, generator = torch.cuda.current_stream(self.device), _generator(self.device)
         before = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, stream=self.stream, **pool):
+            with torch.cuda.graph(graph, stream=self.stream, pool=handle):
                 sides = (self.tier.out, self.tier.back) if self.tier is not None else ()
                 for side in sides:
                     side.wait_stream(self.stream)
                 yield
                 for side in sides:
                     self.stream.wait_stream(side)
-        except BaseException:  # torch leaves both as they are in a capture
+        except BaseException:  # torch leaves all three as they are in a capture
             torch.cuda.set_stream(current)
             generator.graphsafe_set_state(before)
+            _abandon(self.device, handle)
             raise
         if self.tier is not None:
             self.tier.settle()
@@ -89,6 +90,14 @@ class GraphPool:
         if self.handle is None:
             return []
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
+
+
+def _abandon(device: torch.device, handle: Any) -> None:
+    """Have what a capture that failed has taken from the device given back with everything else that is unused."""
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            getattr(torch._C, name)(number, handle)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -98,8 +98,9 @@ class StepGraph:
 
         Args:
             tensors: the inputs.
-            warm: whether the same calls have run already; then there are steps before the capture only if it fails
-                without, because a step outside of a graph's pool takes more memory than one inside.
+            warm: whether the same calls have run already; then there are steps before the capture only where it has
+                to be tried how a norm is made again, or it fails without them: a step outside of a graph's pool takes
+                more memory than one inside.
         """
         give_back()  # else what stays could lie in large blocks that nothing else uses
         before = ModelState(self.model, state_tensors(self.model))
@@ -112,7 +113,8 @@ class StepGraph:
         pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
         try:
             with growing_segments():
-                if not (warm and self.recorded_at_once(pool, before, trace=other is None)):
+                known = all(name in self.compiled.renorm.orders for name in self.compiled.norms)
+                if not (warm and known and self.recorded_at_once(pool, before, trace=other is None)):
                     with pool.beside():
                         for _ in range(_WARM_UPS):
                             self.warm_up()
@@ -148,6 +150,12 @@ class StepGraph:
         try:
             self.record_padded(pool, trace=trace)
         except RuntimeError:
+            import os
+
+            if os.environ.get("DIAG"):
+                import traceback
+
+                traceback.print_exc()
             before.restore()
             self.graphs, pool.handle = None, handle
             return False

@@ -52,7 +52,7 @@ def unpack_bits(bits: torch.Tensor, count: int, level: torch.Tensor) -> torch.Te
 def _flags(bits: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Some of the flags, a byte each; the first is the lowest bit of a byte."""
     part = bits[start // 8 : -(-(start + count) // 8)]
-    eights = torch.empty(part.numel(), 8, dtype=torch.uint8)
+    eights = torch.empty(part.numel(), 8, dtype=torch.uint8, device="cpu")
     for bit in range(8):
         torch.bitwise_and(part >> bit, 1, out=eights[:, bit])
     return eights.view(-1)[:count]

@@ -69,8 +69,8 @@ def positions_of(indices: torch.Tensor, window: PoolWindow) -> torch.Tensor:
         to_positions(indices, small, window)
         return small
     for index, position in _rows(indices, small, window):
-        rest, code, radix = index, torch.zeros((), dtype=torch.int64), 1
-        outside = torch.zeros((), dtype=torch.bool)
+        rest, code, radix = index, torch.zeros((), dtype=torch.int64, device="cpu"), 1
+        outside = torch.zeros((), dtype=torch.bool, device="cpu")
         for dim in reversed(range(len(window.image))):
             size = window.image[dim]
             at, rest = rest % size, torch.div(rest, size, rounding_mode="floor")
@@ -92,7 +92,7 @@ def indices_of(positions: torch.Tensor, window: PoolWindow) -> torch.Tensor:
         return whole
     for position, index in _rows(positions, whole, window):
         rest = position.to(torch.int64)
-        found, scale = torch.zeros((), dtype=torch.int64), 1
+        found, scale = torch.zeros((), dtype=torch.int64, device="cpu"), 1
         for dim in reversed(range(len(window.image))):
             kernel = window.kernel[dim]
             offset, rest = rest % kernel, torch.div(rest, kernel, rounding_mode="floor")

@@ -53,7 +53,7 @@ class NonZeros:
         ends = survey(words, bits)
         if not flat.is_cuda or not words.numel():
             return cls(bits, ends, ends[-1:].clone(), None)
-        total = torch.empty(1, dtype=ends.dtype, pin_memory=True)
+        total = torch.empty(1, dtype=ends.dtype, pin_memory=True, device="cpu")
         total.copy_(ends[-1:], non_blocking=True)
         counted = torch.cuda.Event()
         counted.record()
@@ -80,7 +80,7 @@ def without_zeros(flat: torch.Tensor, survey: NonZeros | None = None) -> Packed:
     bits, values = pack_bits(there.view(torch.uint8)), words[there]
 
     def decode(bits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        flags = unpack_bits(bits, count, torch.ones((), dtype=torch.int8)).view(torch.bool)
+        flags = unpack_bits(bits, count, torch.ones((), dtype=torch.int8, device="cpu")).view(torch.bool)
         return values.new_zeros(count).masked_scatter_(flags, values).view(dtype)
 
     return (bits, values), decode

@@ -25,6 +25,7 @@ from outcore.errors import OutcoreError
 from outcore.memory.offload.arena import Arena, ArenaBlock
 from outcore.memory.offload.disk_spill import SpillBackend
 from outcore.memory.offload.host_limit import host_limit_bytes
+from outcore.memory.offload.pinning import pin, unpin
 from outcore.memory.offload.scratch_file import ScratchFile
 from outcore.worker_threads import WorkerTask, WorkerThreads
 
@@ -78,14 +79,13 @@ class HostBackend:
         arena = Arena(capacity_bytes)
         capacity_bytes = arena.size
         try:
-            self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
+            self.memory = torch.empty(capacity_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise OutcoreError(
                 f"the plan needs {capacity_bytes / 2**30:.2f} GiB of host memory, which is not there; plan with less"
             ) from error
-        status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), capacity_bytes, 0)
-        if int(status) != 0:
-            raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
+        if refused := pin(self.memory.data_ptr(), capacity_bytes):
+            raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({refused})")
         self.arena = arena
         self.buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
@@ -109,9 +109,9 @@ class HostBackend:
     def close(self) -> None:
         """Unpin the arena, after the copies that are under way."""
         if self.memory.numel():
-            torch.cuda.synchronize(self.device)
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-            self.memory = torch.empty(0, dtype=torch.uint8)
+            with torch.cuda.device(self.device):
+                unpin(self.memory.data_ptr())
+            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __del__(self) -> None:
         if "arena" in self.__dict__ and not sys.is_finalizing():
@@ -130,7 +130,7 @@ class HostBuffer:
         self.host = (
             tier.memory[self.slot.offset : self.slot.offset + self.size]
             if self.slot is not None
-            else torch.empty(self.size, dtype=torch.uint8, pin_memory=True)  # more in flight than planned
+            else torch.empty(self.size, dtype=torch.uint8, pin_memory=True, device="cpu")  # more in flight than planned
         )
         ready = torch.cuda.current_stream(tier.device).record_event()
         tier.out.wait_event(ready)
@@ -222,7 +222,7 @@ class DiskBuffer:
         if self.reading is None:
             self.wait_out()
             assert self.slot is not None
-            flat = torch.empty(self.size, dtype=torch.uint8)
+            flat = torch.empty(self.size, dtype=torch.uint8, device="cpu")
             self.reading = self.tier.workers.submit(self.tier.scratch.read, flat, self.slot)
 
     def bytes_back(self) -> torch.Tensor:

@@ -31,7 +31,7 @@ def measured_tier(device: torch.device) -> OffloadTarget:
         below.close()
         # Both ways at once share the bus a little, and kernels share the memory with the copies.
         return OffloadTarget(0.85 * size / out, 0.85 * size / back)
-    tier, flat = DiskBackend(size), torch.ones(size, dtype=torch.uint8)
+    tier, flat = DiskBackend(size), torch.ones(size, dtype=torch.uint8, device="cpu")
     start = time.perf_counter()
     buffer = tier.evict(flat)
     buffer.wait_out()
@@ -57,7 +57,7 @@ def measured_disk() -> OffloadTarget:
     """The rates of the disk behind a full host memory: of a file that is really written to it, and read after the
     system's cache has dropped it."""
     size = 4 * _PROBE_BYTES["cpu"]
-    scratch, flat = ScratchFile(size), torch.ones(size, dtype=torch.uint8)
+    scratch, flat = ScratchFile(size), torch.ones(size, dtype=torch.uint8, device="cpu")
     place = scratch.take(size)
     start = time.perf_counter()
     scratch.write(flat, place)

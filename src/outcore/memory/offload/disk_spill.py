@@ -38,7 +38,9 @@ class SpillBackend:
         self.copy_streams = copy_streams_for(device)
         self.arena = Arena(host_bytes)
         self.storage = PinnedStorage(self.arena.size) if device.type == "cuda" and self.arena.size else None
-        self.memory = self.storage.memory if self.storage else torch.empty(self.arena.size, dtype=torch.uint8)
+        self.memory = (
+            self.storage.memory if self.storage else torch.empty(self.arena.size, dtype=torch.uint8, device="cpu")
+        )
         self.over_bytes = max(0, capacity_bytes - host_bytes)
         """How much of a step is written on to the disk."""
         self.scratch = ScratchFile(self.over_bytes)
@@ -85,7 +87,7 @@ class SpillBackend:
         self.reader.close()
         self.copy_streams.close()
         self.scratch.close()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self.storage is not None:
             self.storage.close()
 
@@ -111,7 +113,7 @@ class SpilledBuffer:
     def _memory(self) -> torch.Tensor:
         """The memory of its block in the arena, or memory of its own where it has none."""
         if self.slot is None:
-            return torch.empty(self.size, dtype=torch.uint8)
+            return torch.empty(self.size, dtype=torch.uint8, device="cpu")
         return self.tier.memory[self.slot.offset : self.slot.offset + self.size]
 
     # Down to the disk

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from outcore.errors import OutcoreError
+from outcore.memory.offload.pinning import pin, unpin
 
 __all__ = ["FileStorage", "OffDeviceStorage", "PinnedStorage", "off_device_storage"]
 
@@ -37,20 +38,18 @@ class PinnedStorage:
     """Host memory, pinned as it is (torch's own pinned allocator rounds up to powers of two)."""
 
     def __init__(self, size: int) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.pinned = 0
-        status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
-        if int(status) != 0:
+        if refused := pin(self.memory.data_ptr(), size):
             raise OutcoreError(
-                f"{size / 2**30:.2f} GiB of host memory could not be pinned ({status}); offload less of the state"
+                f"{size / 2**30:.2f} GiB of host memory could not be pinned ({refused}); offload less of the state"
             )
         self.pinned = self.memory.data_ptr()
 
     def close(self) -> None:
         """Unpin it."""
         if self.pinned and not sys.is_finalizing():
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.pinned)
+            unpin(self.pinned)
             self.pinned = 0
 
     def __del__(self) -> None:

@@ -17,7 +17,9 @@ A loss of the user's is taken if there is one; else the sum of the outputs. Back
 loops: inside, its own operations would be cast too, and weights kept in another type. The optimizer does not step:
 memory of the size of its state is taken where it would take it. A first step is not counted: in it, casts are compared
 with what they were made from, and a few requests more put later blocks elsewhere. What is reserved still grows in the
-second and third step, because what stays from the first lies in between.
+second and third step, because what stays from the first lies in between. Loops differ in when they let go of the
+output and the loss, and memory that was given back in between (for an evaluation, or to record CUDA graphs) is taken
+anew, each of which changes where blocks lie; so steps of all these kinds are taken.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ _STEP = 0.05
 """Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
 _SPARE, _CAREFUL = 1.3, 0.04
 """Below so many times the budget a device has hardly more, and then this share of it is left free from the first."""
-_STEPS = 4
+_STEPS = ("warm up", "let go", "let go", "hold", "hold", "anew", "hold")
+"""Whether output and loss are let go of at the end of a step or held until the next ones are there; "anew": after all
+unused memory was given back."""
 _GRANULE = 20 * 2**20
 """Segments grow by this: what is left free beside, at most a hundredth of the budget, for steps that were not tried."""
 _MOVING, _MOVING_LEAST = 0.15, 0.08
@@ -230,15 +234,11 @@ def _reserved(
     output = value = None
     trouble = 0
     try:
-        for i in range(1 + _STEPS):  # after the first two, with what the optimizer allocates in them
-            if i == 1:
-                held.clear()
+        for kind in _STEPS:
+            if kind == "anew":
                 output = value = None
-                torch.cuda.synchronize(device)
                 give_back()
-                torch.cuda.reset_peak_memory_stats(device)
-                trouble = _trouble(device)
-            output = managed_forward(*args, **kwargs)  # the one before and its loss are alive until then, as in loops
+            output = managed_forward(*args, **kwargs)
             torch.clear_autocast_cache()
             value = loss(output) if loss is not None else _total(output)
             with torch.autocast(device.type, enabled=False):
@@ -249,6 +249,14 @@ def _reserved(
             del moment
             for p in parameters:
                 p.grad = None
+            if kind in ("warm up", "let go"):
+                output = value = None
+            if kind == "warm up":
+                held.clear()
+                torch.cuda.synchronize(device)
+                give_back()
+                torch.cuda.reset_peak_memory_stats(device)
+                trouble = _trouble(device)
         torch.cuda.synchronize(device)
         taken: int = torch.cuda.max_memory_reserved(device) - others
         taken += min(_GRANULE, int(_STEP * budget) // 5)

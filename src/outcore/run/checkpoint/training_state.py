@@ -109,10 +109,10 @@ def generators() -> dict[str, torch.Tensor]:
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *numbers, int(gauss is not None)], dtype=torch.int64),
-        "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
+        "python": torch.tensor([version, *numbers, int(gauss is not None)], dtype=torch.int64, device="cpu"),
+        "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64, device="cpu"),
         "numpy": torch.from_numpy(np.concatenate([keys.astype(np.int64), [position, has_gauss]])),  # type: ignore[union-attr]
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64, device="cpu"),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()

@@ -30,7 +30,7 @@ def cut_epoch(order: Sequence[int], batch_size: int, replicas: int) -> list[list
     if len(runs) > 1 and len(runs[-1]) < replicas:
         last = runs.pop()
         runs[-1] += last
-    return [[part.tolist() for part in torch.tensor(run).tensor_split(replicas)] for run in runs]
+    return [[part.tolist() for part in torch.tensor(run, device="cpu").tensor_split(replicas)] for run in runs]
 
 
 class Loader:
@@ -63,7 +63,7 @@ class Loader:
         if not self.shuffle:
             return list(range(count))
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        found: list[int] = torch.randperm(count, generator=generator).tolist()
+        found: list[int] = torch.randperm(count, generator=generator, device="cpu").tolist()
         return found
 
     def __len__(self) -> int:

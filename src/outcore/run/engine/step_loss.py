@@ -23,7 +23,7 @@ def run_for_loss(world: World, worker: Worker, run: ProgramRun, script: TaggedPr
         script: the program.
         update: whether gradients are reduced and the optimizer steps at the end.
     """
-    losses = torch.zeros(len(run.weights), dtype=torch.float64)
+    losses = torch.zeros(len(run.weights), dtype=torch.float64, device="cpu")
     exchange: list[Any] = []
 
     def tell() -> None:

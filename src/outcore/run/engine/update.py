@@ -99,7 +99,7 @@ class GradientUpdate:
     def step(self) -> None:
         """Unscale, clip and step, when all reductions are finished."""
         if not self._has_learned and self.optimizer is not None:
-            held = torch.tensor([float(sum(p.grad is not None for p in self.parameters.values()))])
+            held = torch.tensor([float(sum(p.grad is not None for p in self.parameters.values()))], device="cpu")
             check_gradients(float(self.world.sum_(held)), EngineError)
             self._has_learned = True
         overflowed = self._unscale() if self.scale is not None else False
@@ -187,7 +187,7 @@ class GradientUpdate:
     def _unscale(self) -> bool:
         """Divide by the loss scale; returns whether any gradient of any rank is not finite."""
         assert self.scale is not None
-        bad = torch.zeros(1)
+        bad = torch.zeros(1, device="cpu")
         factor = 1.0 / self.scale.scale
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -196,7 +196,7 @@ class GradientUpdate:
         return bool(self.world.sum_(bad).item())
 
     def _clip(self, limit: float) -> None:
-        norms = torch.zeros(len(self.names), dtype=torch.float64)
+        norms = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
         for i, name in enumerate(self.names):
             parameter = self.parameters.get(name)
             if parameter is not None and parameter.grad is not None and self._owner[name] == self.world.rank:

@@ -145,8 +145,8 @@ class World:
         rank."""
         if self.size == 1:
             return lambda: [list(row)]
-        table = torch.zeros(self.size, len(row), dtype=torch.int64)
-        mine = torch.tensor(row, dtype=torch.int64)
+        table = torch.zeros(self.size, len(row), dtype=torch.int64, device="cpu")
+        mine = torch.tensor(row, dtype=torch.int64, device="cpu")
         work: Any = dist.all_gather(list(table), mine, group=self.group, async_op=True)
 
         def wait() -> list[list[int]]:
@@ -163,9 +163,9 @@ class World:
         text = json.dumps(value).encode()
         sizes = [row[0] for row in self.numbers([len(text)])]
         width = max(sizes)
-        mine = torch.zeros(width, dtype=torch.uint8)
+        mine = torch.zeros(width, dtype=torch.uint8, device="cpu")
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = list(torch.zeros(self.size, width, dtype=torch.uint8))
+        rows = list(torch.zeros(self.size, width, dtype=torch.uint8, device="cpu"))
         self.watched_wait.wait(dist.all_gather(rows, mine, group=self.group, async_op=True))
         return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
@@ -191,7 +191,7 @@ class World:
         for rank, row in enumerate(shared):
             for name, (shape, dtype) in row.items():
                 if name not in found:
-                    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+                    empty = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
                     found[name] = mine[name].detach().cpu().clone() if rank == self.rank else empty
                     self.broadcast_(found[name], rank)
         return found

@@ -45,7 +45,7 @@ class SharedMemoryAllReduce:
         self._row, self._other, self._shared_rows = row, other, shared_rows
         mine = shared_rows.take(row.numel() * row.element_size())
         mine.tensor.copy_(row.view(torch.uint8))
-        self._theirs = torch.empty(2, dtype=torch.int64)
+        self._theirs = torch.empty(2, dtype=torch.int64, device="cpu")
         self._works: list[Any] = [
             dist.irecv(self._theirs, src=other, group=group, tag=tag),
             dist.isend(mine.name, dst=other, group=group, tag=tag),

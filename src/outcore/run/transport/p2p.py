@@ -114,7 +114,7 @@ class HostRows:
         for row, storage, idle in rows:
             if torch._C._storage_Use_Count(storage._cdata) == idle:
                 return row.view(-1)
-        row = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        row = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         storage = row.untyped_storage()
         rows.append((row, storage, torch._C._storage_Use_Count(storage._cdata)))
         return row.view(-1)
@@ -256,7 +256,7 @@ class HostPointToPoint:
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
         if self.shared_rows.reaches(source, layout.nbytes):
-            name = torch.empty(2, dtype=torch.int64)
+            name = torch.empty(2, dtype=torch.int64, device="cpu")
             work = dist.irecv(name, src=source, group=self._group, tag=tag)
             return _Named(work, name, source, layout, self.shared_rows, done)
         flat = self.arena.take(layout.nbytes)

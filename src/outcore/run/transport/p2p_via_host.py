@@ -81,7 +81,7 @@ class StagedPointToPoint:
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
         shared = self.shared_rows.reaches(source, layout.nbytes)
-        message = torch.empty(2, dtype=torch.int64) if shared else self.arena.take(layout.nbytes)
+        message = torch.empty(2, dtype=torch.int64, device="cpu") if shared else self.arena.take(layout.nbytes)
         posted = time.perf_counter()
         work: Any = dist.irecv(message, src=source, group=self._group, tag=tag)
 

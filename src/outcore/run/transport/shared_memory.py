@@ -24,10 +24,10 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from outcore.memory.offload.pinning import pin
 from outcore.run.ranks.world import World
 
 __all__ = ["LEAST_BYTES", "SharedRow", "SharedRows"]
@@ -150,7 +150,7 @@ class SharedRows:
     def _make(self, nbytes: int) -> _Own:
         fd = _memfd(-(-nbytes // _ALIGNED) * _ALIGNED + _ALIGNED)
         self._count += 1
-        return _Own(_Mapping(fd, nbytes, self._device), fd, torch.tensor([self._count, fd]))
+        return _Own(_Mapping(fd, nbytes, self._device), fd, torch.tensor([self._count, fd], device="cpu"))
 
     def _drop(self, nbytes: int) -> None:
         for own in self._rows.pop(nbytes):
@@ -210,5 +210,4 @@ def _open(pid: int, fd: int, nbytes: int, device: torch.device) -> _Mapping:
 
 def _register(pointer: int, nbytes: int) -> bool:
     """Let a GPU copy from and to memory directly; without it copies are slower, not wrong."""
-    outcome: Any = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0)
-    return int(outcome) == 0
+    return not pin(pointer, nbytes)

@@ -96,7 +96,7 @@ def average_pool_jacobian(
     pads = [(p, p) for p in padding]
     places = _windows(shape[0], shape[1:], window, stride, pads, (1,) * dims)
     columns = places.reshape(-1, math.prod(window))
-    values = torch.full(columns.shape, 1 / math.prod(window), dtype=dtype or torch.get_default_dtype())
+    values = torch.full(columns.shape, 1 / math.prod(window), dtype=dtype or torch.get_default_dtype(), device="cpu")
     return _csr(columns, values, math.prod(shape))
 
 
@@ -181,7 +181,7 @@ def _windows(
     dilation: Sequence[int],
 ) -> Tensor:
     """For every channel and output position the flat input places of its window, -1 in the padding."""
-    places = torch.arange(channels * math.prod(size)).view(channels, *size)
+    places = torch.arange(channels * math.prod(size), device="cpu").view(channels, *size)
     places = F.pad(places, [*itertools.chain(*reversed(list(pads)))], value=-1)
     for i, (k, s, d) in enumerate(zip(window, stride, dilation, strict=True)):
         places = places.unfold(1 + i, d * (k - 1) + 1, s)[..., ::d]

@@ -115,7 +115,7 @@ class SlideExamples:
             return image, mask.read([(0, n) for n in mask.shape])[0].long()
         if example.label is None:
             raise DataError(f"{self.name(index)} has neither a label nor a mask")
-        return image, torch.tensor(example.label)
+        return image, torch.tensor(example.label, device="cpu")
 
     def _row(self, index: int) -> int:
         return index if self.rows is None else self.rows[index]
@@ -131,7 +131,7 @@ class SlideExamples:
             starts = [(n - side) // 2 for n in size]
         else:
             random = generator(self.seed, epoch, row)
-            starts = [int(torch.randint(n - side + 1, (), generator=random)) for n in size]
+            starts = [int(torch.randint(n - side + 1, (), generator=random, device="cpu")) for n in size]
         return tuple((start, start + side) for start in starts)
 
 
@@ -159,7 +159,7 @@ class OwnExamples:
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             raise DataError(f"{self.name(index)} is a {type(made).__name__}; it must be an input and a target")
         inputs, target = made
-        return inputs, target if isinstance(target, Tensor) else torch.as_tensor(target)
+        return inputs, target if isinstance(target, Tensor) else torch.as_tensor(target, device="cpu")
 
 
 def find_tables(config: DataConfig, seed: int) -> tuple[SlideExamples, SlideExamples | None]:
@@ -170,7 +170,7 @@ def find_tables(config: DataConfig, seed: int) -> tuple[SlideExamples, SlideExam
         return SlideExamples(train, config, seed), SlideExamples(_table(config.validation, config), config, seed)
     if config.validation is None:
         return SlideExamples(train, config, seed), None
-    order = torch.randperm(len(train), generator=generator(seed, 0, -1)).tolist()
+    order = torch.randperm(len(train), generator=generator(seed, 0, -1), device="cpu").tolist()
     aside = max(1, round(len(train) * config.validation))
     if aside >= len(train):
         raise ConfigError(f"data.validation={config.validation} leaves nothing of {len(train)} examples to train on")

@@ -104,7 +104,9 @@ class Feed:
     def _order(self, epoch: int) -> list[int]:
         if not self.training:
             return list(range(len(self.examples)))
-        order: list[int] = torch.randperm(len(self.examples), generator=generator(self.seed, epoch, -2)).tolist()
+        order: list[int] = torch.randperm(
+            len(self.examples), generator=generator(self.seed, epoch, -2), device="cpu"
+        ).tolist()
         return order
 
     def _step(self, chosen: Sequence[int], epoch: int) -> list[MicroBatch]:

@@ -100,7 +100,7 @@ def _loss(graph: Graph, loss: Callable[[Any, Any], Any], targets: Any) -> list[f
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for scale in (1.0, 3.0):
                 torch.manual_seed(0)
-                made = scale * torch.sin(torch.arange(numbers, dtype=torch.float64)).reshape(value.shape)
+                made = scale * torch.sin(torch.arange(numbers, dtype=torch.float64, device="cpu")).reshape(value.shape)
                 dtype = getattr(torch, value.dtype.removeprefix("torch."))
                 given = targets.cpu() if isinstance(targets, torch.Tensor) else targets
                 found.append(float(loss(made.to(dtype), given)))

@@ -41,7 +41,11 @@ class Predictions:
             self.fits = False
             return
         for name, row, label in zip(names, scores.tolist(), targets.reshape(-1).tolist(), strict=True):
-            loss = -torch.tensor(max(row[int(label)], 1e-12)).log().item() if 0 <= int(label) < len(row) else ""
+            loss = (
+                -torch.tensor(max(row[int(label)], 1e-12), device="cpu").log().item()
+                if 0 <= int(label) < len(row)
+                else ""
+            )
             self.rows.append([name, int(label), row.index(max(row)), loss, *row])
 
     def write(self, path: Path) -> bool:

@@ -74,7 +74,7 @@ class EngineRunner:
         small = isinstance(output, Tensor) and output.numel() <= _MOST_SHARED
         shared = self.engine.share(output.tolist() if small else None)
         found = next((rows for rows in shared if rows is not None), None)
-        return loss, None if found is None or self.rank else torch.tensor(found)
+        return loss, None if found is None or self.rank else torch.tensor(found, device="cpu")
 
     def peak_bytes(self) -> int | None:
         """The allocator's peak on this rank's GPU; on CPUs that of the rank with most, counted in one step."""

@@ -51,7 +51,7 @@ class ReplicaRunner(PlainRunner):
         held = torch.cat([p.detach().new_tensor([p.grad is not None], dtype=torch.float64) for p in trained])
         anywhere = self._world.sum_(held.cpu())
         rows = [self._own(p) for p, used in zip(trained, anywhere.tolist(), strict=True) if used]
-        total = self._world.sum_(torch.cat([*rows, torch.tensor([loss], dtype=torch.float64)]))
+        total = self._world.sum_(torch.cat([*rows, torch.tensor([loss], dtype=torch.float64, device="cpu")]))
         total /= self._world.size
         self._loss_of_all = float(total[-1])
         at = 0
@@ -64,7 +64,7 @@ class ReplicaRunner(PlainRunner):
     def _own(self, parameter: Tensor) -> Tensor:
         """This rank's gradient, in the precision in which it is summed."""
         if parameter.grad is None:
-            return torch.zeros(parameter.numel(), dtype=torch.float64)
+            return torch.zeros(parameter.numel(), dtype=torch.float64, device="cpu")
         return parameter.grad.detach().reshape(-1).to("cpu", torch.float64)
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:

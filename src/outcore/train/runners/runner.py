@@ -262,7 +262,7 @@ class _PendingScalar:
     def __init__(self, number: Tensor) -> None:
         self._number, self._there = number, None
         if number.device.type == "cuda":
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True, device="cpu")
             self._number.copy_(number, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
