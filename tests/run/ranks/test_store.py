@@ -153,7 +153,7 @@ def ports_and_parent() -> tuple[list[str], int, str]:
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
-            if state == "0A" and any(rest[5] in str(p) for p in _sockets()):
+            if state == "0A" and f"socket:[{rest[5]}]" in map(str, _sockets()):
                 listening.append(local.partition(":")[0])
     world.close()
     return listening, os.getppid(), os.environ["GLOO_SOCKET_IFNAME"]
