@@ -14,5 +14,9 @@ from tests.foreign.shim import define_torchvision_operators
 
 define_torchvision_operators()
 with contextlib.suppress(ImportError):
+    import torchvision  # noqa: F401
+    import transformers
     import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+    import transformers.models.gpt2.modeling_gpt2
+
+    transformers.logging.set_verbosity_error()

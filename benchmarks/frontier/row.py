@@ -158,6 +158,8 @@ def _measure(
         reset_peaks(device)
         before = _trouble()
         begin, waited = time.perf_counter(), turn.waited_s
+        if not cuda and "compile" in way:
+            training.step()  # the profiler would follow the compiler
         first = peaks(training, training.step)
         took = time.perf_counter() - begin - (turn.waited_s - waited)
         turn.take()
@@ -187,21 +189,32 @@ def _measure(
 def _ours(training: Training, way: str, budget: int | None, turn: Turn) -> dict[str, Any]:
     """The public call."""
     import outcore
+    from outcore.errors import PlanError
 
     begin, waited = time.perf_counter(), turn.waited_s
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        options = {"compile": True} if "compile" in way else {}
+
+    def managed(memory: int | None) -> None:
         outcore.within(
             training.model,
             training.args,
             training.kwargs,
-            memory=budget,
+            memory=memory,
             loss=loss_of,
             optimizer=training.optimizer,
             quiet=True,
-            **options,
+            **({"compile": True} if "compile" in way else {}),
         )
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            managed(budget)
+        except PlanError as refused:  # it names the smallest budget that would do
+            if "least" not in way or refused.least_bytes is None:
+                raise
+            budget = -(-refused.least_bytes // 2**20) * 2**20
+            _limit(budget)
+            managed(budget)
     planning_s = time.perf_counter() - begin - (turn.waited_s - waited)
     plan: Any = outcore.memory_plan(training.model)
     facts = {"budget": budget, "planning_s": round(planning_s, 1), "told": [str(w.message)[:200] for w in told][:4]}
