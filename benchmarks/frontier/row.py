@@ -15,6 +15,7 @@ import contextlib
 import gc
 import gzip
 import json
+import re
 import statistics
 import time
 import traceback
@@ -210,9 +211,10 @@ def _ours(training: Training, way: str, budget: int | None, turn: Turn) -> dict[
         try:
             managed(budget)
         except PlanError as refused:  # it names the smallest budget that would do
-            if "least" not in way or refused.least_bytes is None:
+            named = re.search(r'give memory="(\d+)MiB"', str(refused))
+            if "least" not in way or named is None:
                 raise
-            budget = -(-refused.least_bytes // 2**20) * 2**20
+            budget = int(named[1]) * 2**20
             _limit(budget)
             managed(budget)
     planning_s = time.perf_counter() - begin - (turn.waited_s - waited)

@@ -9,8 +9,9 @@ which kernels ran in each (torch's profiler, names and counts), how often cuDNN 
 had to look again, and, for the parameters that differ, by how much. If plain differs from plain, or kernels differ
 where gradients do, the plan is not to blame; `what` in a row says which.
 
-The orders of a process rotate: plain first; plan first; plain first with the search of cuDNN repeated for the plan (its
-cache is emptied), which is what a process sees that plans before it ever trained plainly; and the search switched off.
+The orders of a process rotate: plain first; plan first; plan first under a hard limit of the allocator at its budget,
+in which cuDNN's search can be refused a workspace and remember another algorithm for the rest of the process; and
+cuDNN's search switched off.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch  # noqa: E402
 
 from benchmarks.frontier.networks import UNet3d, loss_of  # noqa: E402
 
-ORDERS = ("plain first", "plan first", "search again", "no search")
+ORDERS = ("plain first", "plan first", "plan first, limited", "no search")
 
 
 def kernels(step: Any, device: str) -> dict[str, int]:
@@ -125,6 +126,7 @@ def _one(row: dict[str, Any], order: str, given: argparse.Namespace) -> None:
     def plain(name: str) -> None:
         outcore.release(model)
         if device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         taken(name)
@@ -132,20 +134,23 @@ def _one(row: dict[str, Any], order: str, given: argparse.Namespace) -> None:
             row.setdefault("plain_reserved", torch.cuda.max_memory_reserved())
 
     def plan(name: str) -> None:
-        if order == "search again":
-            torch.backends.cudnn.benchmark = False
-            torch.backends.cudnn.benchmark = True
-            torch._C._cudnn_set_conv_benchmark_empty_cache(True)  # type: ignore[attr-defined]
         outcore.release(model)
         if device == "cuda":
             torch.cuda.empty_cache()
-        share = int(given.share * row["plain_reserved"]) if "plain_reserved" in row else f"{given.share:.0%}"
+        share: int | str = f"{given.share:.0%}"
+        if device == "cuda":
+            share = int(given.share * (given.plain_gib * 2**30 if given.plain_gib else row.get("plain_reserved", 0)))
+        if "limited" in order and device == "cuda" and share:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(share / total)
         with torch.autocast(device, torch.bfloat16):
-            outcore.within(model, (x,), memory=share, loss=loss_of, optimizer=optimizer, quiet=True)
+            outcore.within(
+                model, (x,), memory=share or f"{given.share:.0%}", loss=loss_of, optimizer=optimizer, quiet=True
+            )
         taken(name)
 
     steps = [("plain", plain), ("plain again", plain), ("plan", plan), ("plan again", plan)]
-    if order == "plan first":
+    if order.startswith("plan first"):
         steps = [("plan", plan), ("plain", plain), ("plan again", plan), ("plain again", plain)]
     for name, take in steps:
         take(name)
@@ -183,6 +188,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--width", type=int, default=24)
     parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--plain-gib", type=float, default=0.0, help="what plain training reserves, where it is known")
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
