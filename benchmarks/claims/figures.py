@@ -238,4 +238,6 @@ def _over(row: Any, name: str) -> float:
 
 
 def _peak(row: Any) -> int:
-    return max(row[name] for name in ("reserved", "first_reserved", "warm_reserved") if name in row)
+    """Of ours the first steps included, of peers not: in these they search for algorithms."""
+    names = ("reserved", "first_reserved", "warm_reserved") if row["way"].startswith("ours") else ("reserved",)
+    return max(row[name] for name in names if name in row)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-import torch._dynamo
-import torch._inductor.compile_fx  # noqa: F401
+import torch._dynamo  # noqa: F401
 
 import outcore
 import outcore.memory.saved_tensors.plan_call  # noqa: F401

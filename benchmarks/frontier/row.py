@@ -15,8 +15,10 @@ import contextlib
 import gc
 import gzip
 import json
+import os
 import re
 import statistics
+import tempfile
 import time
 import traceback
 import warnings
@@ -43,19 +45,20 @@ class Turn:
     """The machine, for this process alone; asks whoever hands it out."""
 
     def __init__(self, ask: Callable[[str], None]) -> None:
-        self.ask, self.held, self.waited_s = ask, False, 0.0
+        self.ask, self.held, self.waited_s, self.held_s, self.since = ask, False, 0.0, 0.0, 0.0
 
     def take(self) -> None:
         if not self.held:
             begin = time.perf_counter()
             self.ask("alone")
-            self.held, self.waited_s = True, self.waited_s + time.perf_counter() - begin
+            self.held, self.since = True, time.perf_counter()
+            self.waited_s += self.since - begin
 
     def give(self) -> None:
         if self.held:
             _synchronize()
             self.ask("free")
-            self.held = False
+            self.held, self.held_s = False, self.held_s + time.perf_counter() - self.since
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -119,7 +122,8 @@ def measure(case: Case, way: str, channels_last: bool, budget: int | None, setti
         frames = traceback.extract_tb(error.__traceback__)
         row["where"] = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames][-6:]
     row["all_s"] = round(time.perf_counter() - begin, 1)
-    row["waited_s"] = round(turn.waited_s, 1)
+    turn.give()
+    row |= {"waited_s": round(turn.waited_s, 1), "alone_s": round(turn.held_s, 1)}
     return row
 
 
@@ -149,7 +153,6 @@ def _measure(
     with _off_processor(turn):
         if way.startswith("ours"):
             _limit(budget)
-            turn.take() if "compile" not in way else None
             row |= _ours(training, way, budget, turn)
             steady = _STEADY if cuda else 2
         else:
@@ -172,15 +175,22 @@ def _measure(
                 training.as_graph()
         with turn.quiet():
             row |= {f"warm_{n}": v for n, v in peaks(training, lambda: _steps(training, steady)).items()}
+            reset_peaks(device)
+            row |= peaks(training, training.step)
             times = training.timed(settings.steps, settings.seconds)
-        row |= _times(times) | peaks(training, training.step)
+        row |= _times(times)
+        if cuda:
+            row |= peaks(training, training.step)
         retries, refused = (now - then for now, then in zip(_trouble(), before, strict=True))
         row |= {"retries": retries, "refused": refused}
         if way.startswith("ours"):
             row |= _after(training)
         if settings.compare:
             _limit(None)
-            row |= _compared(case, training, state, channels_last, settings)
+            try:
+                row |= _compared(case, training, state, channels_last, settings)
+            except Exception as error:
+                row["not_compared"] = f"{type(error).__name__}: {str(error)[:300]}"
     turn.give()
     if way.startswith("ours"):
         label = f"{case.label} {way} {budget}".replace(" ", "_")
@@ -192,6 +202,7 @@ def _ours(training: Training, way: str, budget: int | None, turn: Turn) -> dict[
     import outcore
     from outcore.errors import PlanError
 
+    os.environ["OUTCORE_CACHE"] = tempfile.mkdtemp()  # as in a first call on a machine
     begin, waited = time.perf_counter(), turn.waited_s
 
     def managed(memory: int | None) -> None:
@@ -272,9 +283,14 @@ def _off_processor(turn: Turn) -> Iterator[None]:
     """While a plan is searched for or code is compiled, others have the machine."""
     from torch._inductor import compile_fx
 
+    from outcore.cost import cost_cache
     from outcore.memory.saved_tensors import plan_call
 
-    search, compiler = plan_call.plan_memory, compile_fx.compile_fx
+    search, compiler, measurement = plan_call.plan_memory, compile_fx.compile_fx, cost_cache.measure
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        turn.take()
+        return measurement(*args, **kwargs)
 
     def searched(*args: Any, **kwargs: Any) -> Any:
         with turn.given():
@@ -287,7 +303,11 @@ def _off_processor(turn: Turn) -> Iterator[None]:
         finally:
             turn.take()
 
-    with patch.object(plan_call, "plan_memory", searched), patch.object(compile_fx, "compile_fx", compiled):
+    with (
+        patch.object(cost_cache, "measure", measured),
+        patch.object(plan_call, "plan_memory", searched),
+        patch.object(compile_fx, "compile_fx", compiled),
+    ):
         yield
 
 

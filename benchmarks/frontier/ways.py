@@ -60,8 +60,10 @@ class Way:
 
 
 def peak_of(row: dict[str, Any]) -> int:
-    """All that a row reserved at any time, the first step included."""
-    return max(row[name] for name in ("reserved", "first_reserved", "warm_reserved") if name in row)
+    """What a row reserved: of ours at any time, the first step included; of peers without their first steps, in which
+    they search for algorithms."""
+    names = ("reserved", "first_reserved", "warm_reserved") if row["way"].startswith("ours") else ("reserved",)
+    return max(row[name] for name in names if name in row)
 
 
 def fastest_plain(rows: Rows) -> dict[str, Any] | None:
