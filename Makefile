@@ -9,7 +9,7 @@ INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(
 KERNELS = tests/kernels tests/scan/kernels tests/fusion/test_kernels.py tests/memory/encode/test_byte_index_pool.py \
 	tests/stream/execute/test_conv_epilogue.py
 
-.PHONY: demo test test-all kernels mutants pins lint types docs wheel release clean
+.PHONY: demo test test-all kernels mutants pins lint types docs wheel release clean bench-gpu
 
 demo: $(VENV)/.demo
 	$(BIN)/outcore demo
@@ -32,6 +32,11 @@ kernels: $(VENV)/.test
 # Which one-line defects the quick tests notice: a table in dist/mutants.md. Hours on one core.
 mutants: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation
+
+# The README's claims measured again on a GPU, a reduced set in ten minutes: claim, stored figure, today's.
+BENCH  ?= dist/bench-gpu
+bench-gpu: $(VENV)/.test
+	$(BIN)/python -m benchmarks.claims --rerun $(BENCH)
 
 # Raise the pins: the newest versions of everything that tests use, beside the torch that is pinned; then run the tests.
 pins:

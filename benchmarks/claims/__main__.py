@@ -1,0 +1,158 @@
+"""Write the README's list of claims from stored results, check that it is current, or measure a reduced set again.
+
+    python -m benchmarks.claims                       print the claims
+    python -m benchmarks.claims --write README.md     put them between the markers
+    python -m benchmarks.claims --rerun DIR           about ten minutes on a GPU: claim, stored figure, today's
+
+The dates and commits of results are kept in benchmarks/stored.json with a digest of each file, so that a list is
+current if and only if the results are those it was made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims.registry import CLAIMS, ROOT, Claim
+
+STORED = ROOT / "benchmarks" / "stored.json"
+BEGIN, END = "<!-- claims: python -m benchmarks.claims --write README.md -->", "<!-- end of claims -->"
+
+
+def read(path: Path) -> Any:
+    """A result: a document, or rows by line."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines() if line]
+    return json.loads(path.read_text())
+
+
+def found(claim: Claim, paths: Iterable[Path]) -> dict[str, Any]:
+    """The figures of a claim."""
+    return claim.figures([read(path) for path in paths])
+
+
+def line(claim: Claim, stored: dict[str, Any]) -> str:
+    """A claim as a line of the list, with the date and the commit of its newest result."""
+    newest = stored[claim.paths[-1].relative_to(ROOT).as_posix()]
+    link = f"([{claim.benchmark}](benchmarks/{claim.benchmark}))"
+    return f"- {claim.sentence.format(**found(claim, claim.paths))} · {newest['date']}, {newest['commit']} {link}"
+
+
+def listed(stored: dict[str, Any]) -> str:
+    """All claims that have results."""
+    return "\n".join(line(claim, stored) for claim in CLAIMS if claim.paths)
+
+
+def digests() -> dict[str, dict[str, str]]:
+    """Every result that a claim rests on: its digest, and the date and commit of when it was stored."""
+    known = json.loads(STORED.read_text()) if STORED.exists() else {}
+    now = {}
+    for path in sorted({path for claim in CLAIMS for path in claim.paths}):
+        name = path.relative_to(ROOT).as_posix()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        if known.get(name, {}).get("digest") == digest:
+            now[name] = known[name]
+            continue
+        told = subprocess.run(
+            ["git", "log", "-1", "--diff-filter=AM", "--format=%h", "--", name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        date = re.search(r"\d{4}-\d\d-\d\d", path.name)
+        now[name] = {"digest": digest, "date": date[0] if date else time.strftime("%Y-%m-%d"), "commit": told or "new"}
+    return now
+
+
+def written(text: str, claims: str) -> str:
+    """A page with the claims between the markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, marker, after = rest.partition(END)
+    if not marker:
+        raise SystemExit(f"the page has no markers: put {BEGIN!r} and {END!r} where the claims go")
+    return f"{before}{BEGIN}\n{claims}\n{END}{after}"
+
+
+def measured_again(claim: Claim, folder: Path, seconds: float) -> tuple[str, Any]:
+    """Run what a claim names; the figures of it, or why there are none."""
+    if claim.rerun is None:
+        return f"not rerun: {claim.why_not}", None
+    if seconds < 20:
+        return "no time was left", None
+    out = folder / claim.benchmark
+    out.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, *(part.replace("{out}", str(out)) for part in claim.rerun.command)]
+    try:
+        with (out / "log.txt").open("w") as log:
+            limit = min(seconds, claim.rerun.seconds)
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=limit)
+    except subprocess.TimeoutExpired:
+        pass  # what was written until then counts
+    paths = sorted(out.glob(claim.rerun.writes))
+    if not paths:
+        return f"nothing was written: see {out / 'log.txt'}", None
+    try:
+        figures = found(claim, paths)
+        return claim.short.format_map(_Missing(figures)), figures
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", None
+
+
+class _Missing(dict[str, Any]):
+    """A rerun need not have all figures."""
+
+    def __missing__(self, name: str) -> Any:
+        return float("nan")
+
+
+def rerun(folder: Path, only: list[str], seconds: float) -> None:
+    """Measure all claims again, as many as there is time for, and print stored figures beside today's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end, rows = time.monotonic() + seconds, []
+    for claim in CLAIMS:
+        if only and claim.benchmark not in only:
+            continue
+        stored = claim.short.format_map(_Missing(found(claim, claim.paths))) if claim.paths else "nothing stored yet"
+        begin = time.monotonic()
+        today, figures = measured_again(claim, folder, end - begin)
+        took = time.monotonic() - begin
+        rows.append({"claim": claim.benchmark, "stored": stored, "today": today, "figures": figures, "seconds": took})
+        (folder / "claims.json").write_text(json.dumps(rows, indent=1))
+        print(f"{claim.benchmark} ({took:.0f} s)\n  stored {stored}\n  today  {today}", flush=True)
+    lines = ["| claim | stored | today (reduced) |", "|---|---|---|"]
+    lines += [f"| {row['claim']} | {row['stored']} | {row['today']} |" for row in rows]
+    (folder / "claims.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--rerun", type=Path)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--seconds", type=float, default=580)
+    given = parser.parse_args()
+    if given.rerun:
+        rerun(given.rerun.resolve(), given.only, given.seconds)
+        return
+    stored = digests()
+    if given.write:
+        STORED.write_text(json.dumps(stored, indent=1) + "\n")
+        given.write.write_text(written(given.write.read_text(), listed(stored)))
+    else:
+        print(listed(stored))
+
+
+if __name__ == "__main__":
+    main()

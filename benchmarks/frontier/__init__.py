@@ -1,0 +1,1 @@
+"""Time against memory of a training step: the public call with its defaults beside every peer, tuned."""
