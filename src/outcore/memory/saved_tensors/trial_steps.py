@@ -15,15 +15,19 @@ training too. Where the device itself has hardly more than the budget, the first
 
 A loss of the user's is taken if there is one; else the sum of the outputs. Backward runs outside of autocast, as in
 loops: inside, its own operations would be cast too, and weights kept in another type. The optimizer does not step:
-memory of the size of its state is taken where it would take it. A first step is not counted: in it, casts are compared
-with what they were made from, and a few requests more put later blocks elsewhere. What is reserved still grows in the
-second and third step, because what stays from the first lies in between. Loops differ in when they let go of the
-output and the loss, and memory that was given back in between (for an evaluation, or to record CUDA graphs) is taken
-anew, each of which changes where blocks lie; so steps of all these kinds are taken.
+memory of the size of its state is taken where it would take it. What is reserved still grows in the second and third
+step, because what stays from the first lies in between. A few requests more or less put later blocks elsewhere: in the
+very first step, casts are compared with what they were made from; loops differ in when they let go of the output and
+the loss; memory that was given back in between (for an evaluation, or to record CUDA graphs) is taken anew. So steps of
+all these kinds are taken.
+
+Where the process has a limit of its own, that has to be a little larger than what is reserved
+(`outcore.allocator.process_limit`), and the plan is made for that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import warnings
@@ -32,8 +36,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from outcore.allocator.process_limit import LimitTrace, has_limit
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
@@ -51,9 +57,9 @@ _STEP = 0.05
 """Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
 _SPARE, _CAREFUL = 1.3, 0.04
 """Below so many times the budget a device has hardly more, and then this share of it is left free from the first."""
-_STEPS = ("warm up", "let go", "let go", "hold", "hold", "anew", "hold")
-"""Whether output and loss are let go of at the end of a step or held until the next ones are there; "anew": after all
-unused memory was given back."""
+_STEPS = ("start", "let go", "start", "let go", "hold", "give back", "hold")
+"""Output and loss are let go of at the end of a step, or held until the next ones are there. All unused memory is given
+back before a "give back"; before a "start", the optimizer's state too."""
 _GRANULE = 20 * 2**20
 """Segments grow by this: what is left free beside, at most a hundredth of the budget, for steps that were not tried."""
 _MOVING = 0.15
@@ -92,6 +98,7 @@ def run_trial_steps(
     known = known_overhead(costs, asked)
     if known is not None and (known == 0 or trial.plan(known)):
         return
+    trial.limited = has_limit(managed_forward.device)
     with without_limit(managed_forward.device):
         total = torch.cuda.get_device_properties(managed_forward.device).total_memory
         careful = torch.cuda.memory_reserved(managed_forward.device) + _SPARE * budget > total
@@ -167,13 +174,15 @@ class _Trial:
         self.made: dict[int, tuple[PlannedCall, Settings]] = {0: (entry, self.asked)}
         """By what they leave free in addition."""
         self.end = time.monotonic() + _SECONDS
+        self.limited = False
+        """Whether the process has a limit of its own."""
 
     def __call__(self, free_bytes: int) -> Tried | None:
         """A step that leaves so many bytes free."""
         if time.monotonic() > self.end or not self.plan(free_bytes):
             return None
         entry = self.made[free_bytes][0]
-        taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss)
+        taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss, limited=self.limited)
         return Tried(free_bytes, taken, entry.plan.outcome.time_s)
 
     def plan(self, free_bytes: int) -> bool:
@@ -204,9 +213,14 @@ def _reserved(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
+    *,
+    limited: bool = False,
 ) -> int:
-    """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold."""
-    model, device, optimizer = managed_forward.model, managed_forward.device, managed_forward.settings.optimizer
+    """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold.
+
+    With `limited`, what a limit of the process would have to be.
+    """
+    model, device = managed_forward.model, managed_forward.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [(p, p.grad) for p in parameters]
     for p in parameters:
@@ -220,47 +234,55 @@ def _reserved(
     own += sum(t.nbytes for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == "cuda")
     others = max(0, torch.cuda.memory_allocated(device) - own)
     budget = managed_forward.settings.budget_bytes or 0
-    held: list[torch.Tensor] = []
-    output = value = None
-    trouble = 0
+    torch.cuda.reset_peak_memory_stats(device)
+    trouble, trace = _trouble(device), LimitTrace(device)
     try:
-        for kind in _STEPS:
-            if kind == "anew":
-                output = value = None
-                give_back()
-            output = managed_forward(*args, **kwargs)
-            torch.clear_autocast_cache()
-            value = loss(output) if loss is not None else _total(output)
-            with torch.autocast(device.type, enabled=False):
-                value.backward()
-            copies = 0 if held else round(optimizer.state_per_parameter)
-            held += [torch.empty_like(p) for p in parameters for _ in range(copies)]
-            moment = [torch.empty_like(p) for p in parameters for _ in range(round(optimizer.workspace_per_parameter))]
-            del moment
-            for p in parameters:
-                p.grad = None
-            if kind in ("warm up", "let go"):
-                output = value = None
-            if kind == "warm up":
-                held.clear()
-                torch.cuda.synchronize(device)
-                give_back()
-                torch.cuda.reset_peak_memory_stats(device)
-                trouble = _trouble(device)
+        with trace.recorded() if limited else contextlib.nullcontext():
+            _take_steps(managed_forward, args, kwargs, loss, parameters)
         torch.cuda.synchronize(device)
-        taken: int = torch.cuda.max_memory_reserved(device) - others
+        taken: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
         taken += min(_GRANULE, int(_STEP * budget) // 5)
         return taken if _trouble(device) == trouble else max(taken, int((1 + _STEP) * budget))
     except torch.OutOfMemoryError:
         return int((1 + _STEP) * budget)
     finally:
-        held.clear()
-        del output, value
         before.restore()
         for p, gradient in gradients:
             p.grad = gradient
         entry.observer = watching
         give_back()
+
+
+def _take_steps(
+    managed_forward: ManagedForward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+    parameters: list[nn.Parameter],
+) -> None:
+    """Steps of all kinds, with memory where an optimizer takes it."""
+    device, optimizer = managed_forward.device, managed_forward.settings.optimizer
+    state: list[torch.Tensor] = []
+    output = value = None
+    for kind in _STEPS:
+        if kind in ("start", "give back"):
+            output = value = None
+            if kind == "start":
+                state.clear()
+            give_back()
+        output = managed_forward(*args, **kwargs)
+        torch.clear_autocast_cache()
+        value = loss(output) if loss is not None else _total(output)
+        with torch.autocast(device.type, enabled=False):
+            value.backward()
+        copies = 0 if state else round(optimizer.state_per_parameter)
+        state += [torch.empty_like(p) for p in parameters for _ in range(copies)]
+        moment = [torch.empty_like(p) for p in parameters for _ in range(round(optimizer.workspace_per_parameter))]
+        del moment
+        for p in parameters:
+            p.grad = None
+        if kind in ("start", "let go"):
+            output = value = None
 
 
 def _trouble(device: torch.device) -> int:
