@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,54 +33,13 @@ import torch
 from benchmarks.frontier import peers
 from benchmarks.frontier.networks import draws, loss_of
 from benchmarks.frontier.training import Case, Training, alike, peaks, reset_peaks
+from benchmarks.frontier.turns import Turn
 
-__all__ = ["Settings", "Turn", "measure", "measured_in_a_process"]
+__all__ = ["Settings", "measure", "measured_in_a_process"]
 
 _STEADY = 16
 """Steps of ours before the timed ones: in these, live steps and CUDA graphs are compared."""
 _WARM = 3
-
-
-class Turn:
-    """The machine, for this process alone; asks whoever hands it out."""
-
-    def __init__(self, ask: Callable[[str], None]) -> None:
-        self.ask, self.held, self.waited_s, self.held_s, self.since = ask, False, 0.0, 0.0, 0.0
-
-    def take(self) -> None:
-        if not self.held:
-            begin = time.perf_counter()
-            self.ask("alone")
-            self.held, self.since = True, time.perf_counter()
-            self.waited_s += self.since - begin
-
-    def give(self) -> None:
-        if self.held:
-            _synchronize()
-            self.ask("free")
-            self.held, self.held_s = False, self.held_s + time.perf_counter() - self.since
-
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """All other processes stand still meanwhile."""
-        self.take()
-        _synchronize()
-        self.ask("quiet")
-        try:
-            yield
-        finally:
-            self.ask("loud")
-
-    @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
-        """Others may have it meanwhile."""
-        held = self.held
-        self.give()
-        try:
-            yield
-        finally:
-            if held:
-                self.take()
 
 
 @dataclass(frozen=True)
@@ -101,12 +60,8 @@ def measured_in_a_process(
 ) -> None:
     """What a process does; it asks for the device and gets it by this pipe."""
 
-    def ask(what: str) -> None:
-        pipe.send(what)
-        pipe.recv()
-
-    torch.set_num_threads(1 if settings.device == "cpu" else 4)
-    pipe.send(measure(case, way, channels_last, budget, settings, Turn(ask)))
+    _prepare(settings.device)
+    pipe.send(measure(case, way, channels_last, budget, settings, Turn.by(pipe, _synchronize)))
 
 
 def measure(case: Case, way: str, channels_last: bool, budget: int | None, settings: Settings, turn: Turn) -> Any:
@@ -114,7 +69,6 @@ def measure(case: Case, way: str, channels_last: bool, budget: int | None, setti
     row: dict[str, Any] = {}
     begin = time.perf_counter()
     try:
-        _prepare(settings.device)
         _measure(row, case, way, channels_last, budget, settings, turn)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:500]}"
@@ -128,6 +82,8 @@ def measure(case: Case, way: str, channels_last: bool, budget: int | None, setti
 
 
 def _prepare(device: str) -> None:
+    """What holds for the whole process."""
+    torch.set_num_threads(1 if device == "cpu" else 4)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     warnings.simplefilter("ignore")
@@ -150,7 +106,7 @@ def _measure(
     training = case.fresh(device, channels_last)
     row["draws"] = draws(training.model)
     state = training.state()
-    with _off_processor(turn):
+    with _off_processor(turn, way):
         if way.startswith("ours"):
             _limit(budget)
             row |= _ours(training, way, budget, turn)
@@ -279,35 +235,43 @@ def _stored(training: Training, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _off_processor(turn: Turn) -> Iterator[None]:
-    """While a plan is searched for or code is compiled, others have the machine."""
-    from torch._inductor import compile_fx
+def _off_processor(turn: Turn, way: str) -> Iterator[None]:
+    """While a plan is searched for or code is compiled, others have the device."""
 
-    from outcore.cost import cost_cache
-    from outcore.memory.saved_tensors import plan_call
+    def after(run: Any) -> Any:
+        """It measures on the device."""
 
-    search, compiler, measurement = plan_call.plan_memory, compile_fx.compile_fx, cost_cache.measure
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        turn.take()
-        return measurement(*args, **kwargs)
-
-    def searched(*args: Any, **kwargs: Any) -> Any:
-        with turn.given():
-            return search(*args, **kwargs)
-
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        turn.give()
-        try:
-            return compiler(*args, **kwargs)
-        finally:
+        def measured(*args: Any, **kwargs: Any) -> Any:
             turn.take()
+            return run(*args, **kwargs)
 
-    with (
-        patch.object(cost_cache, "measure", measured),
-        patch.object(plan_call, "plan_memory", searched),
-        patch.object(compile_fx, "compile_fx", compiled),
-    ):
+        return measured
+
+    def without(run: Any, *, always_after: bool) -> Any:
+        """It needs the processor alone."""
+
+        def beside(*args: Any, **kwargs: Any) -> Any:
+            with turn.given():
+                found = run(*args, **kwargs)
+            if always_after:
+                turn.take()  # compiled code runs, and chooses variants of its kernels by their times
+            return found
+
+        return beside
+
+    with contextlib.ExitStack() as patches:
+        if way.startswith("ours"):
+            from outcore.cost import cost_cache
+            from outcore.memory.saved_tensors import plan_call
+
+            patches.enter_context(patch.object(cost_cache, "measure", after(cost_cache.measure)))
+            search = without(plan_call.plan_memory, always_after=False)
+            patches.enter_context(patch.object(plan_call, "plan_memory", search))
+        if "compile" in way:
+            from torch._inductor import compile_fx
+
+            compiler = without(compile_fx.compile_fx, always_after=True)
+            patches.enter_context(patch.object(compile_fx, "compile_fx", compiler))
         yield
 
 

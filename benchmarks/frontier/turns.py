@@ -13,14 +13,67 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from benchmarks.gate import children
 
-__all__ = ["Asked", "Worker", "run_all"]
+__all__ = ["Asked", "Turn", "Worker", "run_all"]
+
+
+class Turn:
+    """The device, for this process alone; asks whoever hands it out."""
+
+    def __init__(self, ask: Callable[[str], None], synchronize: Callable[[], None] = lambda: None) -> None:
+        self.ask, self.synchronize = ask, synchronize
+        self.held, self.since, self.waited_s, self.held_s = False, 0.0, 0.0, 0.0
+
+    @classmethod
+    def by(cls, pipe: Any, synchronize: Callable[[], None] = lambda: None) -> Turn:
+        """One that asks by the pipe of a `Worker`."""
+
+        def ask(what: str) -> None:
+            pipe.send(what)
+            pipe.recv()
+
+        return cls(ask, synchronize)
+
+    def take(self) -> None:
+        if not self.held:
+            begin = time.perf_counter()
+            self.ask("alone")
+            self.held, self.since = True, time.perf_counter()
+            self.waited_s += self.since - begin
+
+    def give(self) -> None:
+        if self.held:
+            self.synchronize()
+            self.ask("free")
+            self.held, self.held_s = False, self.held_s + time.perf_counter() - self.since
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """All other processes stand still meanwhile."""
+        self.take()
+        self.synchronize()
+        self.ask("quiet")
+        try:
+            yield
+        finally:
+            self.ask("loud")
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """Others may have it meanwhile."""
+        held = self.held
+        self.give()
+        try:
+            yield
+        finally:
+            if held:
+                self.take()
 
 
 @dataclass
