@@ -161,9 +161,11 @@ def without_limit(device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def give_back() -> None:
-    """Return unused memory to the device, the workspaces of libraries included."""
-    gc.collect()
+def give_back(*, collect: bool = True) -> None:
+    """Return unused memory to the device, the workspaces of libraries included; what waits for Python's collector too,
+    if that is to be run, which may take half a second."""
+    if collect:
+        gc.collect()
     without_workspaces()
     torch.cuda.empty_cache()
 

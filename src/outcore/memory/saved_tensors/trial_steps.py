@@ -269,7 +269,7 @@ def _take_steps(
             output = value = None
             if kind == "start":
                 state.clear()
-            give_back()
+            give_back(collect=False)
         output = managed_forward(*args, **kwargs)
         torch.clear_autocast_cache()
         value = loss(output) if loss is not None else _total(output)
