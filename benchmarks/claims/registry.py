@@ -63,9 +63,9 @@ CLAIMS: tuple[Claim, ...] = (
             "results/2026-11-17-wall-captures-abandoned.json",
         ),
         figures.by_default,
-        "`within` by default at half of plain's reserved memory, bf16, {networks} networks: {median:.2f}x the time of plain call by call "
-        "in the median, {fastest:.2f}x to {slowest:.2f}x ({slow}; out of memory: {failed}); all gradients bitwise "
-        "in {bitwise} of {done}; as a hard limit it held strictly for {held}",
+        "`within` by default at half of plain's reserved memory, bf16, {networks} networks: {median:.2f}x the time "
+        "of plain call by call in the median, {fastest:.2f}x to {slowest:.2f}x ({slow}; out of memory: {failed}); "
+        "all gradients bitwise in {bitwise} of {done}; as a hard limit it held strictly for {held}",
         "{median:.2f}x median, worst {slowest:.2f}x, failed {failed}, held {held} of {networks}",
         Rerun(
             (
