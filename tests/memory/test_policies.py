@@ -345,3 +345,16 @@ def test_what_is_made_again_lies_in_memory_as_it_did() -> None:
     outcore.within(model, (x,), memory=None, plan={"pool#0:out": "recompute", "add()#0:out": "recompute"}, quiet=True)
     got = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_what_is_saved_without_any_numbers_is_not_sent_away() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.Tanh())  # whose statistics are empty then
+    images = torch.randn(2, 3, 8, 8)
+    model(images).sum().backward()
+    want = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    outcore.within(model, (images,), memory=None, plan={"1#0~4": "offload"}, quiet=True)
+    model(images).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(want, model.parameters(), strict=True) if p.grad is not None)
+    outcore.release(model)

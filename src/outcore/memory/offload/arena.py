@@ -74,7 +74,7 @@ class Arena:
 
     def grow(self, size: int) -> None:
         """Add room at the end."""
-        size = self.rounded(size)
+        size = self.rounded(max(size, 1))
         start, self.size = self.size, self.size + size
         self.give(ArenaBlock(start, size))
 

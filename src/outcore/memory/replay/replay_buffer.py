@@ -192,8 +192,11 @@ class ReplayBuffer:
             return
         if self.window is not None and not _fills(memory):
             return
-        if isinstance(self.policy, Offload) and tier is not None and memory.device.type != tier.device.type:
-            return  # below the device already: attention keeps the seed of its dropout on the host
+        if isinstance(self.policy, Offload):
+            if tier is None or not memory.untyped_storage().nbytes():
+                return  # nothing was planned to leave, or there is nothing to take away
+            if memory.device.type != tier.device.type:
+                return  # below the device already: attention keeps the seed of its dropout on the host
         self.away = True
         if isinstance(self.policy, Offload):
             assert tier is not None
