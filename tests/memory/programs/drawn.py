@@ -726,10 +726,10 @@ class _Writer:
                 write(f"for i in range({pick.choice(lengths)}):")
                 self.inside({**scope, name: kind}, name, name, kind)
             case "while":
-                write(f"{name}, turns = {x}, 0")
-                write(f"while turns < 3 and {name}.detach().mean() > -0.2:")
+                write(f"{name}, turns_{name} = {x}, 0")
+                write(f"while turns_{name} < 3 and {name}.detach().mean() > -0.2:")
                 into.depth += 1
-                write("turns += 1")
+                write(f"turns_{name} += 1")
                 into.depth -= 1
                 self.inside({**scope, name: kind}, name, name, kind, 2)
             case "no_grad":
