@@ -13,7 +13,6 @@ only the copies in another type that autocast makes of their inputs are made aga
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,8 +49,8 @@ class Buffer:
     """Positions of the calls whose backward needs it, with what they need of it."""
     shapes: frozenset[int] = frozenset()
     """Positions of the calls whose backward keeps it but needs no more than its shape."""
-    what: str = ""
-    """For a derived tensor: what it is."""
+    dtype: str = ""
+    """For a derived tensor: its type."""
     maker: str = ""
     """For a derived tensor: the type of the call that made it; empty where its smaller form would not hold it."""
     writers: tuple[str, ...] = ()
@@ -70,11 +69,6 @@ class Buffer:
     """A writer draws random numbers."""
     copy_of: str = ""
     """For a derived tensor: the value of which it is a copy in another type, if it is one."""
-
-    @property
-    def dtype(self) -> str:
-        """For a derived tensor: its type."""
-        return self.what.partition(" ")[0]
 
     @property
     def need(self) -> Need:
@@ -174,7 +168,7 @@ class _Survey:
             i,
             i,
             {i: "full"},
-            what=saved.what,
+            dtype=saved.derived.dtype if saved.derived is not None else "",
             maker="" if self.too_wide(call) else self.costs.calls[call].type,
             sources=(self.first(value),) if value else (),
             opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
@@ -197,14 +191,15 @@ class _Survey:
 
     def copied(self, call: str, saved: Saved) -> str:
         """The input of which autocast made this copy in another type; empty if it is something else."""
-        found = _CAST.fullmatch(saved.what)
-        if found is None or not any(on for _, on, _ in self.steps[call].context.autocast):
+        name, known = saved.cast_of, saved.derived
+        if known is None or not any(on for _, on, _ in self.steps[call].context.autocast):
             return ""
-        dtype, shape, name = found.groups()
-        if name not in self.graph.calls[call].inputs or self.graph.values[name].dtype == dtype:
+        if name not in self.graph.calls[call].inputs or self.graph.values[name].dtype == known.dtype:
             return ""
-        count = math.prod(map(int, shape.split("x")))
-        whole = count == math.prod(self.graph.values[name].shape) and count * _ITEM_BYTES[dtype] == saved.bytes
+        if known.dtype not in _CAST_TYPES or not known.shape:
+            return ""
+        count = math.prod(known.shape)
+        whole = count == math.prod(self.graph.values[name].shape) and count * _ITEM_BYTES[known.dtype] == saved.bytes
         return name if whole else ""
 
     def value(self, name: str, born: int) -> Buffer:
@@ -299,7 +294,8 @@ class _Survey:
         return bool(hooks_of(model.get_submodule(step.target), backward=False))
 
 
-_CAST = re.compile(r"(float32|float16|bfloat16) ([\dx]+) of _to_copy of (.+)")
+_CAST_TYPES = ("float32", "float16", "bfloat16")
+"""Types to which autocast casts."""
 _CAST_BYTES_PER_S = 1e10
 """Where it was not measured."""
 _NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}

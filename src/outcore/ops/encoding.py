@@ -37,7 +37,7 @@ PIXELS = 255
 POOLS = frozenset({"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"})
 
 _DROPOUTS = {"Dropout", "dropout"}
-_MASKS = ("bool", "float", "bfloat16")
+_MASKS = ("bool", "float64", "float32", "float16", "bfloat16")
 
 
 class EncodableTensor(Protocol):
@@ -56,8 +56,8 @@ class EncodableTensor(Protocol):
         """Of one number; not known of a derived one."""
 
     @property
-    def what(self) -> str:
-        """For a derived tensor: dtype, shape and the operation it comes from."""
+    def dtype(self) -> str:
+        """For a derived tensor: its type, as torch spells it; empty where it is not known."""
 
     @property
     def maker(self) -> str:
@@ -76,9 +76,9 @@ def codec_for(kept: EncodableTensor) -> Codec | None:
     'sign'
     """
     if kept.kind == "derived":
-        if kept.maker in POOLS and kept.what.startswith("int64"):
+        if kept.maker in POOLS and kept.dtype == "int64":
             return "window"
-        return "bits" if kept.maker in _DROPOUTS and kept.what.startswith(_MASKS) else None
+        return "bits" if kept.maker in _DROPOUTS and kept.dtype in _MASKS else None
     return "sign" if kept.need == "sign" else None
 
 
@@ -106,4 +106,4 @@ def _item_bytes(kept: EncodableTensor) -> int:
     if kept.kind != "derived":
         return kept.element_bytes
     sizes = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-    return sizes.get(kept.what.split(" ")[0], 1)
+    return sizes.get(kept.dtype, 1)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Saved
+from outcore.cost.saved import DerivedTensor
 from outcore.graph import Graph
 from outcore.ops import CallFacts, find
 
@@ -39,7 +40,7 @@ def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
             continue
         if keep.what == "derived":
             size = keep.bytes(facts) if keep.bytes else 0
-            saved = Saved(f"{call}~{keep.name}", "derived", size, keep.name)
+            saved = Saved(f"{call}~{keep.name}", "derived", size, DerivedTensor(keep.name))
             found[saved.of] = saved
         elif keep.what != "parameter":
             names = graph.calls[call].outputs[:1] if keep.what == "output" else graph.calls[call].inputs
@@ -48,7 +49,7 @@ def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
                 if _is_cast(graph.values[name].dtype, facts.outputs[0].dtype):
                     # Autocast computes it in float32, and backward keeps the copy and not the value.
                     size = 4 * math.prod(graph.values[name].shape)
-                    found[f"{call}~cast"] = Saved(f"{call}~cast", "derived", size, "cast")
+                    found[f"{call}~cast"] = Saved(f"{call}~cast", "derived", size, DerivedTensor("cast"))
                 else:
                     found[first.name] = Saved(first.name, "value", first.bytes)
     return tuple(found.values())

@@ -336,7 +336,7 @@ class StepModel:
 def _cached_casts(rows: Iterable[CallCost], parameters: Mapping[str, int]) -> Iterator[str]:
     """Copies of weights that autocast keeps until forward is over, whatever becomes of them."""
     for saved in (saved for row in rows for saved in row.saved if saved.kind == "derived"):
-        if saved.what.rpartition(" of _to_copy of ")[2] in parameters:
+        if saved.cast_of in parameters:
             yield saved.of
 
 
