@@ -25,6 +25,7 @@ from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.ops.encoding import PIXELS, POOLS
 from outcore.ops.recomputable import Need, again, need
+from outcore.ops.registry import find, names, operation, spatial_dims
 
 __all__ = ["Buffer", "buffers_of"]
 
@@ -186,8 +187,7 @@ class _Survey:
         named = step.kwargs.get("kernel_size", step.args[1] if len(step.args) > 1 else 1)
         size = module.kernel_size if module is not None else named
         sizes = (size,) if isinstance(size, int) else tuple(int(s) for s in size)
-        dims = 3 if "3" in kind else 2
-        return math.prod(sizes * dims if len(sizes) == 1 else sizes) > PIXELS
+        return math.prod(sizes * spatial_dims(kind) if len(sizes) == 1 else sizes) > PIXELS
 
     def copied(self, call: str, saved: Saved) -> str:
         """The input of which autocast made this copy in another type; empty if it is something else."""
@@ -279,10 +279,21 @@ class _Survey:
                 late = [w for w in self.writers.get(source, ()) if self.writes(w, source)]
                 if source != name and any(self.place[w] >= self.place[writer] for w in late):
                     return f"{late[-1]} overwrites {source}, which {writer} has read"
+            if self.renormalises(writer):
+                return f"{call.block} writes into its weight"
             written = {self.first(v) for v in call.mutates} - {name}
             if written:
                 return f"{writer} writes into {min(written)}"
         return ""
+
+    def renormalises(self, call: str) -> bool:
+        """Whether a call is an embedding that shortens rows of its table before it reads them."""
+        step, op = self.steps[call], find(self.costs.calls[call].type)
+        if op is None or op.kind != "embedding":
+            return False
+        if step.kind == "module":
+            return getattr(self.graph.module.model.get_submodule(step.target), "max_norm", None) is not None
+        return step.kwargs.get("max_norm", step.args[3] if len(step.args) > 3 else None) is not None
 
     def hooked(self, call: str) -> bool:
         """Whether the user has put hooks on the module of a call, or on one it is given."""
@@ -298,8 +309,8 @@ _CAST_TYPES = ("float32", "float16", "bfloat16")
 """Types to which autocast casts."""
 _CAST_BYTES_PER_S = 1e10
 """Where it was not measured."""
-_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
-_RELUS = {"ReLU", "relu", "relu_"}
+_NORMS = operation("batch_norm").modules
+_RELUS = names("relu")
 _ITEM_BYTES = {
     **dict.fromkeys(("float64", "int64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),

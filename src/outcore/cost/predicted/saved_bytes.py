@@ -8,7 +8,8 @@ from dataclasses import replace
 from outcore.cost.costs import CallCost, Saved
 from outcore.cost.saved import DerivedTensor
 from outcore.graph import Graph
-from outcore.ops import CallFacts, find
+from outcore.ops import CallFacts
+from outcore.ops.saved import SAVED
 
 __all__ = ["facts_of", "keep_on", "kept"]
 
@@ -31,11 +32,11 @@ def facts_of(graph: Graph, name: str) -> CallFacts:
 
 def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
     """What backward of a call saves, without weights and buffers; None if the table does not know the operation."""
-    facts, op = facts_of(graph, call), find(graph.blocks[graph.calls[call].block].type)
-    if op is None or not facts.inputs:
+    facts, rule = facts_of(graph, call), SAVED.find(graph.blocks[graph.calls[call].block].type)
+    if rule is None or not facts.inputs:
         return None
     found: dict[str, Saved] = {}
-    for keep in op.kept(device_kind):
+    for keep in rule.kept(device_kind):
         if not keep.applies(facts):
             continue
         if keep.what == "derived":
@@ -61,8 +62,8 @@ def _is_cast(given: str, returned: str) -> bool:
 
 def keep_on(graph: Graph, cost: CallCost, device_kind: str) -> CallCost:
     """The cost of a call as tried on a CPU, corrected for a device that saves something else."""
-    op = find(cost.type)
-    if op is None or device_kind not in op.keeps_on or not cost.has_backward:
+    rule = SAVED.find(cost.type)
+    if rule is None or device_kind not in rule.keeps_on or not cost.has_backward:
         return cost
     entries = kept(graph, cost.call, device_kind) or ()
     weights = tuple(s for s in cost.saved if s.kind in ("parameter", "buffer"))
