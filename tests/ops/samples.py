@@ -37,7 +37,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "matmul": lambda x: x @ x.mT,
 }
 _ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
-    **dict.fromkeys(_TWO, lambda x: (x, x.flip(0) + 0.5)),
+    **dict.fromkeys(_TWO, lambda x: (x, x * 0.5 + 0.25)),
     **dict.fromkeys((f"{name}_" for name in ("add", "sub", "mul", "div", "pow")), lambda x: (x, 1.5)),
     **dict.fromkeys(("clamp", "clip", "clamp_", "hardtanh", "hardtanh_"), lambda x: (x, 0.2, 0.9)),
     **dict.fromkeys(("clamp_min", "clamp_max", "clamp_min_", "clamp_max_"), lambda x: (x, 0.5)),
@@ -48,10 +48,10 @@ _ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     **dict.fromkeys(("cat", "concat", "concatenate", "stack", "hstack", "vstack"), lambda x: ([x, x + 1],)),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), lambda x: (x, 0, 1)),
     **dict.fromkeys(("chunk", "tensor_split", "split", "split_with_sizes"), lambda x: (x, 2)),
-    **dict.fromkeys(("view_as", "reshape_as", "expand_as", "type_as"), lambda x: (x, x.flip(0))),
+    **dict.fromkeys(("view_as", "reshape_as", "expand_as", "type_as"), lambda x: (x, x * 0.5)),
     **dict.fromkeys(("squeeze", "unsqueeze", "unbind"), lambda x: (x, 0)),
     "flip": lambda x: (x, (0,)),
-    "copy_": lambda x: (x, x.flip(0)),
+    "copy_": lambda x: (x, x * 0.5),
     **dict.fromkeys(("view", "reshape"), lambda x: (x, (-1,))),
     **dict.fromkeys(("expand", "broadcast_to"), lambda x: (x, (2, *x.shape))),
     **dict.fromkeys(("repeat", "tile"), lambda x: (x, (2,) * x.dim())),
@@ -81,7 +81,7 @@ _ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "layer_norm": lambda x: (x, x.shape[1:]),
     "rms_norm": lambda x: (x, x.shape[1:]),
     "local_response_norm": lambda x: (x, 2),
-    "prelu": lambda x: (x, torch.tensor([0.1])),
+    "prelu": lambda x: (x, torch.full((1,), 0.1, dtype=x.dtype)),
     "full_like": lambda x: (x, 2.0),
     "cosine_similarity": lambda x: (x, x + 1),
     "outer": lambda x: (x.flatten(), x.flatten()),
@@ -89,10 +89,10 @@ _ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "dot": lambda x: (x.flatten(), x.flatten()),
     "mm": lambda x: (x.flatten(1), x.flatten(1).T),
     "bmm": lambda x: (x.flatten(2), x.flatten(2).mT),
-    "baddbmm": lambda x: (torch.ones(1), x.flatten(2), x.flatten(2).mT),
-    "addmm": lambda x: (torch.ones(1), x.flatten(1), x.flatten(1).T),
+    "baddbmm": lambda x: (x.new_ones(1), x.flatten(2), x.flatten(2).mT),
+    "addmm": lambda x: (x.new_ones(1), x.flatten(1), x.flatten(1).T),
     "einsum": lambda x: ("a...,a...->a", x, x),
-    "linear": lambda x: (x, torch.ones(3, x.shape[-1])),
+    "linear": lambda x: (x, x.new_ones(3, x.shape[-1])),
     "scaled_dot_product_attention": lambda x: (x, x, x),
     "alpha_dropout": lambda x: (x, 0.5, True),
     "feature_alpha_dropout": lambda x: (x, 0.5, True),
@@ -103,8 +103,10 @@ _ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     **{f"{a}avg_pool{n}d": (lambda x: (x, 2)) for a in ("", "adaptive_") for n in (1, 2, 3)},
     **{f"{a}max_pool{n}d": (lambda x: (x, 2)) for a in ("", "adaptive_") for n in (1, 2, 3)},
     **{f"lp_pool{n}d": (lambda x: (x, 2.0, 2)) for n in (1, 2, 3)},
-    **{f"conv{n}d": (lambda x: (x, torch.ones(3, 4, *[2] * (x.dim() - 2)))) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": (lambda x: (x, torch.ones(4, 3, *[2] * (x.dim() - 2)))) for n in (1, 2, 3)},
+    **{f"conv{n}d": (lambda x: (x, torch.ones(3, 4, *[2] * (x.dim() - 2), dtype=x.dtype))) for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": (lambda x: (x, torch.ones(4, 3, *[2] * (x.dim() - 2), dtype=x.dtype))) for n in (1, 2, 3)
+    },
 }
 _MATRICES = {"t", "T", "H", "mH", "addmm", "tril", "triu"}
 _NOT_CALLED = (

@@ -24,7 +24,7 @@ CATALOGUE: Mapping[str, str] = {
     "convolution": _each("conv#d/Conv#d/aten.convolution"),
     "transposed convolution": _each("conv_transpose#d/ConvTranspose#d"),
     "linear": """linear/Linear/NonDynamicallyQuantizableLinear/aten.addmm transposed_linear/Conv1D bilinear/Bilinear""",
-    "matrix product": "matmul/matmul_/rmatmul mm bmm baddbmm addmm mv dot einsum outer",
+    "matrix product": "matmul/matmul_ rmatmul mm bmm baddbmm addmm mv dot einsum outer",
     "attention": "scaled_dot_product_attention multi_head_attention_forward/MultiheadAttention",
     "recurrent": "rnn/RNN lstm/LSTM gru/GRU",
     "recurrent cell": "rnn_cell/RNNCell lstm_cell/LSTMCell gru_cell/GRUCell",

@@ -13,7 +13,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
@@ -109,19 +108,3 @@ def per_channel(call: FusedCall, dims: int) -> Any:
     if isinstance(result, torch.Tensor):
         return unfold_channels(result, x.members)
     return tuple(unfold_channels(part, x.members) for part in result)
-
-
-def out_of_place(function: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same function without writing into its argument, where torch has it."""
-    kwargs = {k: (False if k == "inplace" else v) for k, v in kwargs.items()}
-    name = getattr(function, "__name__", "")
-    plain = name.removesuffix("_")
-    if name.startswith("__i") and name.endswith("__"):
-        return getattr(torch.Tensor, f"__{name[3:]}", function), kwargs
-    if name.endswith("_") and not name.endswith("__"):
-        owner = next((o for o in (torch.Tensor, torch, F) if getattr(o, name, None) is function), None)
-        found = getattr(owner, plain, None) if owner is not None else None
-        if found is None and owner is F:
-            found = getattr(torch, plain, None)
-        return found or function, kwargs
-    return function, kwargs
