@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 import outcore
 from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.saved_bytes import kept
 from outcore.graph.naming import function_name
 from outcore.graph.structure import leaves
 from outcore.ops import Facet, find, kinds, names, operation, operations
 from outcore.ops.recomputable import again
+from outcore.ops.saved import SAVED
 from outcore.ops.views import SHARING
 from outcore.policies import RECOMPUTE
 from tests.ops.samples import Sample, samples
@@ -29,6 +31,8 @@ SAMPLES = list(samples())
 RECORDED_AS = {"radd", "rmul", "truediv", "rtruediv", "truediv_", "mod", "upsample", "logsigmoid"}
 """Names that this version of torch records as another of the same operation."""
 NO_BACKWARD = {"floor_divide", "floordiv"}
+TWO_TENSORS = {*kinds("convolution", "transposed convolution"), "linear", "matmul", "mm", "bmm"}
+"""Their samples multiply the input with itself, or with a weight that is no parameter."""
 OURS = {"Conv1D"}
 """Classes of layers that are not torch's."""
 
@@ -154,3 +158,20 @@ def test_an_embedding_that_writes_its_table_is_not_made_again() -> None:
         return [b.obstacle for b in buffers_of(graph, account(graph)).values() if b.name == "0#0:out"]
 
     assert obstacles(None) == [""] and "weight" in obstacles(1.0)[0]
+
+
+@pytest.mark.slow
+def test_backward_keeps_what_its_rule_says() -> None:
+    checked = set()
+    for sample, image in zip(SAMPLES, inputs(SAMPLES), strict=True):
+        if SAVED.find(sample.name) is None or sample.operation in TWO_TENSORS:
+            continue
+        graph = outcore.capture(Calls([sample]), (image,))
+        calls = [c for c in account(graph, "cpu").calls.values() if find(c.type) is operation(sample.operation)]
+        call = calls[1] if sample.name in ("mul", "getitem", "float") else calls[0]
+        real = [s for s in call.saved if s.kind in ("value", "derived") and s.bytes and call.has_backward]
+        told = kept(graph, call.call, "cpu") or () if call.has_backward else ()
+        assert {s.of for s in told if s.kind == "value"} == {s.of for s in real if s.kind == "value"}, sample.name
+        assert sum(s.bytes for s in told) == sum(s.bytes for s in real), sample.name
+        checked.add(sample.operation)
+    assert len(checked) > 120

@@ -19,7 +19,13 @@ AUTOCAST.add("up", "layer_norm", "group_norm", "rms_norm", "softmax", "log_softm
 AUTOCAST.add("up", "cross_entropy", "nll_loss", "mse_loss", "l1_loss")
 AUTOCAST.add("up", "pow", "exp", "log", "sum", "prod", "norm", "cumsum")
 
-CAST_DOWN = AUTOCAST.where(lambda way: way == "down")
+
+def _cast(wanted: str) -> frozenset[str]:
+    """Names under which they are recorded, but for in-place forms, which write the type they are given."""
+    return frozenset(type_ for type_ in AUTOCAST.where(lambda way: way == wanted) if not type_.endswith("_"))
+
+
+CAST_DOWN = _cast("down")
 """Names of operations whose operands are cast to the small type."""
-CAST_UP = AUTOCAST.where(lambda way: way == "up")
+CAST_UP = _cast("up")
 """Names of operations that are computed in float32."""

@@ -132,17 +132,22 @@ _keeps("matmul", "bmm", "mm", keeps=(_other_needs_gradient(0), _other_needs_grad
 _keeps("batch_norm", keeps=(INPUT, WEIGHT, _normalised(_channels, when=_training)))
 _keeps("layer_norm", keeps=(INPUT, WEIGHT, _normalised(_rows)))
 _keeps("group_norm", keeps=(INPUT, WEIGHT, _normalised(_groups)))
-_keeps("relu", "sigmoid", "tanh", "softmax", "log_softmax", keeps=(OUTPUT,))
+_keeps("relu", "sigmoid", "tanh", *"softmax log_softmax softmin".split(), keeps=(OUTPUT,))
+_keeps(*"exp exp2 expm1 sqrt rsqrt reciprocal tan".split(), keeps=(OUTPUT,))
 _keeps("leaky_relu", keeps=(_NOT_IN_PLACE, KeptTensor("output", when=_in_place)))
-_keeps("gelu", "mish", "hardsigmoid", keeps=(INPUT,))
+_keeps(*"gelu mish hardsigmoid elu selu celu softplus softshrink hardshrink glu".split(), keeps=(INPUT,))
+_keeps(*"log2 log10 log1p square sin cos asin acos atan sinh cosh erf erfc nan_to_num var".split(), keeps=(INPUT,))
+_keeps(*"prod std norm amax amin logsumexp".split(), keeps=(INPUT, OUTPUT))
 # Their backward needs what they overwrite where they work in place, so a copy is kept.
 _copy = KeptTensor("derived", name="copy", bytes=lambda f: f.inputs[0].bytes, when=_in_place)
-_keeps("silu", "hardswish", "relu6", keeps=(_NOT_IN_PLACE, _copy))
+_keeps("silu", "hardswish", "relu6", "hardtanh", "threshold", keeps=(_NOT_IN_PLACE, _copy))
+_keeps("abs", "log", "clamp", "clamp_min", "clamp_max", keeps=(_NOT_IN_PLACE, _copy))
 _keeps("max_pool2d", "max_pool3d", keeps=(INPUT, _INDICES))
 _keeps("avg_pool2d", "avg_pool3d", keeps=(INPUT,))
 _keeps("adaptive_avg_pool2d", keeps=(KeptTensor("input", 0, when=lambda f: not _global_pool(f)),))
 _keeps("dropout", keeps=(_mask(None),), cuda=(_mask(1),))
-_keeps("cat", "stack", "add", "sub", "flatten", "reshape", "view", "transpose", "permute", "interpolate")
+_keeps(*kinds("sum", "view", "cast", "copy", "join", "rearrangement", "pad", "shuffle", "comparison", "search"))
+_keeps(*"interpolate unfold neg positive sign round floor ceil trunc cumsum mean sum tril triu".split())
 _keeps(
     "mul",
     keeps=(
