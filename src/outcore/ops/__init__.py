@@ -2,6 +2,7 @@
 
 from outcore.ops import autocast as autocast
 from outcore.ops import encoding as encoding
+from outcore.ops import random as random
 from outcore.ops import recomputable as recomputable
 from outcore.ops import saved as saved
 from outcore.ops import views as views

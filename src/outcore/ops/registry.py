@@ -22,7 +22,19 @@ from typing import Any, Generic, TypeVar
 
 from outcore.ops.catalogue import CATALOGUE
 
-__all__ = ["FACETS", "Facet", "Op", "aten_kind", "find", "kinds", "names", "operation", "operations", "spatial_dims"]
+__all__ = [
+    "FACETS",
+    "Facet",
+    "Op",
+    "aten_kind",
+    "find",
+    "kinds",
+    "names",
+    "of_layer",
+    "operation",
+    "operations",
+    "spatial_dims",
+]
 
 Fact = TypeVar("Fact")
 
@@ -95,6 +107,12 @@ def find(type_: str) -> Op | None:
     (True, 'convolution', None)
     """
     return _BY_TYPE.get(type_)
+
+
+def of_layer(module: object) -> Op | None:
+    """The operation that a layer computes; none for what is not a class of torch.nn itself, whatever its name."""
+    kind = type(module)
+    return _BY_TYPE.get(kind.__name__) if kind.__module__.startswith("torch.nn.") else None
 
 
 def spatial_dims(type_: str) -> int:
