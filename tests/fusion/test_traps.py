@@ -19,6 +19,7 @@ from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.max_min import extreme
+from outcore.ops import operation
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
 from tests.fusion.workloads import TINY
@@ -250,7 +251,7 @@ def test_a_wrong_rule_is_found_before_the_first_step(monkeypatch: pytest.MonkeyP
         made = modules._linear_module(call)
         return type(made)(made.tensor * torch.tensor([1.0, 1.0, 1.001]).double().view(3, 1, 1))
 
-    monkeypatch.setitem(modules.MODULES, nn.Linear, wrong)
+    monkeypatch.setitem(operation("linear").facts, modules.MODULE_RULES.name, wrong)
     models = [nn.Sequential(*small_net(i), nn.Dropout(dropout)) for i in range(3)]
     array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum)
     (x, y), *_ = small_batches()
@@ -387,7 +388,9 @@ def test_what_half_precision_does_to_gradients_is_no_wrong_gradient() -> None:
 def test_a_wrong_rule_is_found_in_half_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.fusion.rules import modules
 
-    monkeypatch.setitem(modules.MODULES, nn.Tanh, lambda call: Stacked(call.args[0].tensor.tanh() * 1.3))
+    monkeypatch.setitem(
+        operation("tanh").facts, modules.MODULE_RULES.name, lambda call: Stacked(call.args[0].tensor.tanh() * 1.3)
+    )
     models = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2)]
     array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum, autocast=torch.bfloat16)
     with pytest.warns(UserWarning, match="not the model's own"):

@@ -311,7 +311,7 @@ def test_pools_over_windows_wider_than_a_byte_can_tell(way: str) -> None:
     assert result is not None and result.equal, result
     graph = outcore.capture(model, (images,))
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
-    (indices,) = [name for name, b in keeping.buffers.items() if b.what.startswith("int64")]
+    (indices,) = [name for name, b in keeping.buffers.items() if b.dtype == "int64"]
     assert Encode("window") not in keeping.choices(keeping.buffers[indices])
     assert graph.executable is not None
     with pytest.raises(PlanError, match="at most 255 pixels each"):

@@ -13,7 +13,6 @@ only the copies in another type that autocast makes of their inputs are made aga
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.ops.encoding import PIXELS, POOLS
 from outcore.ops.recomputable import Need, again, need
+from outcore.ops.registry import find, names, operation, spatial_dims
 
 __all__ = ["Buffer", "buffers_of"]
 
@@ -50,8 +50,8 @@ class Buffer:
     """Positions of the calls whose backward needs it, with what they need of it."""
     shapes: frozenset[int] = frozenset()
     """Positions of the calls whose backward keeps it but needs no more than its shape."""
-    what: str = ""
-    """For a derived tensor: what it is."""
+    dtype: str = ""
+    """For a derived tensor: its type."""
     maker: str = ""
     """For a derived tensor: the type of the call that made it; empty where its smaller form would not hold it."""
     writers: tuple[str, ...] = ()
@@ -70,11 +70,6 @@ class Buffer:
     """A writer draws random numbers."""
     copy_of: str = ""
     """For a derived tensor: the value of which it is a copy in another type, if it is one."""
-
-    @property
-    def dtype(self) -> str:
-        """For a derived tensor: its type."""
-        return self.what.partition(" ")[0]
 
     @property
     def need(self) -> Need:
@@ -174,7 +169,7 @@ class _Survey:
             i,
             i,
             {i: "full"},
-            what=saved.what,
+            dtype=saved.derived.dtype if saved.derived is not None else "",
             maker="" if self.too_wide(call) else self.costs.calls[call].type,
             sources=(self.first(value),) if value else (),
             opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
@@ -192,19 +187,19 @@ class _Survey:
         named = step.kwargs.get("kernel_size", step.args[1] if len(step.args) > 1 else 1)
         size = module.kernel_size if module is not None else named
         sizes = (size,) if isinstance(size, int) else tuple(int(s) for s in size)
-        dims = 3 if "3" in kind else 2
-        return math.prod(sizes * dims if len(sizes) == 1 else sizes) > PIXELS
+        return math.prod(sizes * spatial_dims(kind) if len(sizes) == 1 else sizes) > PIXELS
 
     def copied(self, call: str, saved: Saved) -> str:
         """The input of which autocast made this copy in another type; empty if it is something else."""
-        found = _CAST.fullmatch(saved.what)
-        if found is None or not any(on for _, on, _ in self.steps[call].context.autocast):
+        name, known = saved.cast_of, saved.derived
+        if known is None or not any(on for _, on, _ in self.steps[call].context.autocast):
             return ""
-        dtype, shape, name = found.groups()
-        if name not in self.graph.calls[call].inputs or self.graph.values[name].dtype == dtype:
+        if name not in self.graph.calls[call].inputs or self.graph.values[name].dtype == known.dtype:
             return ""
-        count = math.prod(map(int, shape.split("x")))
-        whole = count == math.prod(self.graph.values[name].shape) and count * _ITEM_BYTES[dtype] == saved.bytes
+        if known.dtype not in _CAST_TYPES or not known.shape:
+            return ""
+        count = math.prod(known.shape)
+        whole = count == math.prod(self.graph.values[name].shape) and count * _ITEM_BYTES[known.dtype] == saved.bytes
         return name if whole else ""
 
     def value(self, name: str, born: int) -> Buffer:
@@ -284,10 +279,21 @@ class _Survey:
                 late = [w for w in self.writers.get(source, ()) if self.writes(w, source)]
                 if source != name and any(self.place[w] >= self.place[writer] for w in late):
                     return f"{late[-1]} overwrites {source}, which {writer} has read"
+            if self.renormalises(writer):
+                return f"{call.block} writes into its weight"
             written = {self.first(v) for v in call.mutates} - {name}
             if written:
                 return f"{writer} writes into {min(written)}"
         return ""
+
+    def renormalises(self, call: str) -> bool:
+        """Whether a call is an embedding that shortens rows of its table before it reads them."""
+        step, op = self.steps[call], find(self.costs.calls[call].type)
+        if op is None or op.kind != "embedding":
+            return False
+        if step.kind == "module":
+            return getattr(self.graph.module.model.get_submodule(step.target), "max_norm", None) is not None
+        return step.kwargs.get("max_norm", step.args[3] if len(step.args) > 3 else None) is not None
 
     def hooked(self, call: str) -> bool:
         """Whether the user has put hooks on the module of a call, or on one it is given."""
@@ -299,11 +305,12 @@ class _Survey:
         return bool(hooks_of(model.get_submodule(step.target), backward=False))
 
 
-_CAST = re.compile(r"(float32|float16|bfloat16) ([\dx]+) of _to_copy of (.+)")
+_CAST_TYPES = ("float32", "float16", "bfloat16")
+"""Types to which autocast casts."""
 _CAST_BYTES_PER_S = 1e10
 """Where it was not measured."""
-_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
-_RELUS = {"ReLU", "relu", "relu_"}
+_NORMS = operation("batch_norm").modules
+_RELUS = names("relu")
 _ITEM_BYTES = {
     **dict.fromkeys(("float64", "int64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),

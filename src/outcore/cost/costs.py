@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from outcore.cost.saved import Saved
 from outcore.documents import read_json
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
@@ -28,23 +29,11 @@ from outcore.typed_schema import record_of, schema_of
 
 __all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
 
-FORMAT = 1
+FORMAT = 2
 
 Source = Literal["measured", "analytic", "scaled", "unknown"]
 """Where a number came from: "measured" on the device; "analytic", from shapes and rules only; "scaled" from a smaller
 version; or "unknown"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Memory that a call saves for its backward."""
-
-    of: str
-    """Name of the value (the first in that memory), of the parameter or buffer, or of the derived tensor."""
-    kind: Literal["value", "parameter", "buffer", "derived"]
-    bytes: int
-    what: str = ""
-    """For a derived tensor: what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +304,7 @@ def _call(row: Mapping[str, Any]) -> CallCost:
     for key in ("forward", "backward"):
         if known.get(key) is not None:
             known[key] = TimedRuns(**known[key])
-    known["saved"] = tuple(Saved(**s) for s in known.get("saved", ()))
+    known["saved"] = tuple(Saved.from_json(s) for s in known.get("saved", ()))
     known["gradients"] = tuple(_gradient(g) for g in known.get("gradients", ()))
     known["arriving"] = {name: tuple(stride) for name, stride in known.get("arriving", {}).items()}
     return replace(CallCost("", "", ""), **known)

@@ -1,8 +1,20 @@
-"""The one table of what we know about each operation."""
+"""What is known about each operation: one catalogue, one record per operation, facets that packages add."""
 
-from outcore.ops.op import CallFacts as CallFacts
-from outcore.ops.op import KeptTensor as KeptTensor
-from outcore.ops.op import Op as Op
-from outcore.ops.op import Operand as Operand
-from outcore.ops.table import TABLE as TABLE
-from outcore.ops.table import find as find
+from outcore.ops import autocast as autocast
+from outcore.ops import encoding as encoding
+from outcore.ops import random as random
+from outcore.ops import recomputable as recomputable
+from outcore.ops import saved as saved
+from outcore.ops import views as views
+from outcore.ops.call_facts import CallFacts as CallFacts
+from outcore.ops.call_facts import KeptTensor as KeptTensor
+from outcore.ops.call_facts import Operand as Operand
+from outcore.ops.registry import FACETS as FACETS
+from outcore.ops.registry import Facet as Facet
+from outcore.ops.registry import Op as Op
+from outcore.ops.registry import aten_kind as aten_kind
+from outcore.ops.registry import find as find
+from outcore.ops.registry import kinds as kinds
+from outcore.ops.registry import names as names
+from outcore.ops.registry import operation as operation
+from outcore.ops.registry import operations as operations

@@ -21,11 +21,13 @@ Lossy ones (fewer bits per number) are never chosen unless they are asked for by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from outcore.ops.recomputable import Need
+from outcore.ops.registry import Facet
 
-__all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "EncodableTensor", "codec_for", "held_bytes"]
+__all__ = ["CODECS", "ENCODES", "LOSSY", "PIXELS", "POOLS", "EncodableTensor", "codec_for", "held_bytes"]
 
 Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4"]
 CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4")
@@ -34,10 +36,16 @@ GROUP = 256
 """Numbers that share a scale under int8 and int4."""
 PIXELS = 255
 """The largest window whose pixels one byte can name."""
-POOLS = frozenset({"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"})
 
-_DROPOUTS = {"Dropout", "dropout"}
-_MASKS = ("bool", "float", "bfloat16")
+ENCODES: Facet[Codec] = Facet("encoding", "the smaller form of what it makes for its backward")
+ENCODES.add("window", "max_pool2d", "max_pool3d")
+ENCODES.add("bits", "dropout")
+POOLS = ENCODES.where(lambda codec: codec == "window")
+"""Names of pools whose indices fit into a byte each."""
+_TYPES: Mapping[str, tuple[str, ...]] = {
+    "window": ("int64",),
+    "bits": ("bool", "float64", "float32", "float16", "bfloat16"),
+}
 
 
 class EncodableTensor(Protocol):
@@ -56,8 +64,8 @@ class EncodableTensor(Protocol):
         """Of one number; not known of a derived one."""
 
     @property
-    def what(self) -> str:
-        """For a derived tensor: dtype, shape and the operation it comes from."""
+    def dtype(self) -> str:
+        """For a derived tensor: its type, as torch spells it; empty where it is not known."""
 
     @property
     def maker(self) -> str:
@@ -76,9 +84,8 @@ def codec_for(kept: EncodableTensor) -> Codec | None:
     'sign'
     """
     if kept.kind == "derived":
-        if kept.maker in POOLS and kept.what.startswith("int64"):
-            return "window"
-        return "bits" if kept.maker in _DROPOUTS and kept.what.startswith(_MASKS) else None
+        codec = ENCODES.find(kept.maker)
+        return codec if codec is not None and kept.dtype in _TYPES[codec] else None
     return "sign" if kept.need == "sign" else None
 
 
@@ -106,4 +113,4 @@ def _item_bytes(kept: EncodableTensor) -> int:
     if kept.kind != "derived":
         return kept.element_bytes
     sizes = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-    return sizes.get(kept.what.split(" ")[0], 1)
+    return sizes.get(kept.dtype, 1)

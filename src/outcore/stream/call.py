@@ -19,11 +19,12 @@ from torch import nn
 
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
+from outcore.ops.out_of_place import out_of_place
 from outcore.ops.region import Region
+from outcore.ops.registry import Facet, find
 from outcore.stream.execute.border_padding import WidenedInput
 
 __all__ = [
-    "RULES",
     "NotStreamable",
     "Reduction",
     "RegionRule",
@@ -137,6 +138,12 @@ class StreamCall:
     maker: Callable[[Ref], Any] = lambda ref: None
     """The rule that an operand is made by; None for what has none."""
 
+    @property
+    def operation(self) -> str:
+        """The operation's name in the catalogue; empty if it is opaque."""
+        op = find(self.type)
+        return op.name if op is not None else ""
+
     def bound(self, names: str, **defaults: Any) -> dict[str, Any]:
         """The arguments by name, given the order in which the function takes them."""
         order = names.split()
@@ -170,7 +177,7 @@ class StreamCall:
                 module.inplace = False  # type: ignore[assignment]
             function: Any = module.forward
         else:
-            function = _OUT_OF_PLACE.get(self.type, self.target)
+            function = out_of_place(self.target)
         keywords = {k: v for k, v in self.kwargs.items() if k != "inplace"}
 
         def again(tensors: Sequence[torch.Tensor]) -> Any:
@@ -181,29 +188,6 @@ class StreamCall:
         return again
 
 
-_OUT_OF_PLACE: dict[str, Callable[..., Any]] = {
-    f"{name}_": getattr(torch.Tensor, name)
-    for name in "add sub mul div pow relu sigmoid tanh clamp clamp_min clamp_max exp sqrt neg abs".split()
-    if hasattr(torch.Tensor, name)
-} | {
-    "truediv_": torch.Tensor.div,
-    "hardswish_": torch.nn.functional.hardswish,
-    "leaky_relu_": torch.nn.functional.leaky_relu,
-    "elu_": torch.nn.functional.elu,
-    "hardtanh_": torch.nn.functional.hardtanh,
-    "silu_": torch.nn.functional.silu,
-}
-
 Bind = Callable[[StreamCall], Any]
-RULES: dict[str, Bind] = {}
-"""By class of torch.nn or name of function."""
-
-
-def rule(*types: str) -> Callable[[Bind], Bind]:
-    """Register how calls of these types are bound."""
-
-    def register(bind: Bind) -> Bind:
-        RULES.update(dict.fromkeys(types, bind))
-        return bind
-
-    return register
+rule: Facet[Bind] = Facet("tile", "how a region of its output is computed from regions of its operands")
+"""Registers how calls of operations are bound."""

@@ -27,7 +27,7 @@ from outcore.graph import Graph
 from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
-from outcore.stream.call import RULES, NotStreamable, Reduction, RegionRule, StreamCall
+from outcore.stream.call import NotStreamable, Reduction, RegionRule, StreamCall, rule
 from outcore.stream.rules.normalise import Norm
 
 __all__ = ["RegionNetwork", "RegionNode"]
@@ -242,7 +242,7 @@ def _bind(call: StreamCall) -> Any:
             raise NotStreamable("it has hooks, which would see tiles")
         if nn.utils.parametrize.is_parametrized(m):
             raise NotStreamable("its parameters are parametrised")
-    if (bind := RULES.get(call.type)) is None:
+    if (bind := rule.find(call.type)) is None:
         raise NotStreamable(f"{call.type} has no rule for parts of an image")
     return bind(call)
 
@@ -250,7 +250,7 @@ def _bind(call: StreamCall) -> Any:
 def _type(module: nn.Module) -> str:
     """The class of torch.nn that a module is, or is derived from."""
     for cls in type(module).__mro__:
-        if cls.__name__ in RULES and getattr(cls, "forward", None) is type(module).forward:
+        if rule.find(cls.__name__) is not None and getattr(cls, "forward", None) is type(module).forward:
             return cls.__name__
     return type(module).__name__
 

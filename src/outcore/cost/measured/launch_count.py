@@ -17,6 +17,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from outcore.ops.registry import aten_kind
+
 __all__ = ["BETWEEN", "CALL", "NODE", "START", "SUM", "issue_of"]
 
 CALL = 0.63
@@ -45,11 +47,6 @@ _LIBRARY = {
 _BIAS, _BIAS_BACKWARD = 2.67, 6.0
 """A convolution's bias: a kernel that adds it, one that sums its gradient, inside of the operation."""
 _FREE = frozenset("device detach empty empty_like empty_strided alias lift_fresh sym_size sym_stride sym_numel".split())
-_VIEWS = frozenset(
-    "view _unsafe_view reshape t transpose permute slice select expand squeeze unsqueeze as_strided split "
-    "split_with_sizes chunk unbind unfold diagonal view_as movedim".split()
-)
-_PRODUCTS = frozenset("mm addmm bmm baddbmm linear".split())
 
 
 def issue_of(operation: Any, args: Sequence[Any] = ()) -> float:
@@ -68,11 +65,12 @@ def _work(operation: Any) -> float:
     name = str(getattr(operation, "_opname", operation))
     if name in _FREE:
         return 0.0
-    if name in _VIEWS:
+    kind = aten_kind(name)
+    if kind == "view" or name == "unfold":
         return _VIEW
-    if name in _PRODUCTS:
+    if kind in ("matrix product", "linear"):
         return _PRODUCT
-    for kind in ("convolution", "attention", "batch_norm", "norm"):
-        if kind in name:
-            return _LIBRARY[f"{kind}_backward" if "backward" in name else kind]
+    for part in ("convolution", "attention", "batch_norm", "norm"):
+        if part in name:
+            return _LIBRARY[f"{part}_backward" if "backward" in name else part]
     return _CAST if name == "_to_copy" else _KERNEL

@@ -186,10 +186,10 @@ def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[st
 
     def kept(i: int, saved: Saved) -> Saved:
         if saved.kind == "derived":
-            what = saved.what
-            for old, new in model_names.items():
-                what = what.replace(f" of {old}", f" of {new}") if what.endswith(f" of {old}") else what
-            return replace(saved, of=f"{call.name}~{i}", what=what)
+            known = saved.derived
+            if known is not None:
+                known = replace(known, source=model_names.get(known.source, known.source))
+            return replace(saved, of=f"{call.name}~{i}", derived=known)
         name = model_names.get(saved.of, saved.of)
         if saved.kind == "value":  # a view keeps all of the memory it looks at
             return replace(saved, of=first(name), bytes=sizes.get(first(name), own.get(first(name), 0)))

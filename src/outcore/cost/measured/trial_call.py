@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outcore.cost.costs import CallCost, Gradient, Saved, Source
 from outcore.cost.measured.isolated_call import IsolatedCall, Stride
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
+from outcore.cost.saved import DerivedTensor
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Recording, Step
@@ -117,7 +118,7 @@ def _run_and_record(isolated: IsolatedCall, blank: CallCost, source: Source) -> 
             made = tuple(names.gradients(found, roots, gradients))
             del found
     if hidden > 0 and roots:  # kept by a node itself, where no hook is asked
-        saved = (*saved, Saved("hidden", "derived", hidden, "kept by the operation itself"))
+        saved = (*saved, Saved("hidden", "derived", hidden, DerivedTensor("kept by the operation itself")))
     return replace(
         blank,
         flops_forward=flops,
@@ -166,11 +167,9 @@ class _Names:
             name, kind = self._of[key]
             return Saved(name, kind, size)  # type: ignore[arg-type]
         operation, source = live.made_by.get(key or 0, ("", None))
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        what = f"{str(tensor.dtype).removeprefix('torch.')} {shape} of {operation.removeprefix('aten.')}"
-        if source in self._of:
-            what += f" of {self._of[source][0]}"
-        return Saved(str(key), "derived", size, what)
+        made_by, dtype = operation.removeprefix("aten."), str(tensor.dtype).removeprefix("torch.")
+        of = self._of[source][0] if source in self._of else ""
+        return Saved(str(key), "derived", size, DerivedTensor(made_by, dtype, tuple(tensor.shape), of))
 
     def gradients(
         self, found: tuple[torch.Tensor | None, ...], roots: list[torch.Tensor], given: list[torch.Tensor]

@@ -18,22 +18,10 @@ from outcore.cost.predicted.operation import Operation
 from outcore.graph import Call, Graph, Value
 from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
+from outcore.ops.registry import Facet, find, kinds, names, operation
 from outcore.ops.views import WITHOUT_WORK
 
-__all__ = ["describe", "is_idle"]
-
-_ELEMENTWISE = {
-    "relu": "relu relu_ ReLU ReLU6 relu6 LeakyReLU leaky_relu PReLU Hardtanh hardtanh clamp neg abs threshold",
-    "gelu": "gelu GELU erf Softplus softplus Mish mish",
-    "silu": "silu SiLU swish",
-    "sigmoid": "sigmoid Sigmoid tanh Tanh exp log sqrt rsqrt pow sin cos reciprocal ELU elu square",
-    "hardswish": "hardswish Hardswish hardsigmoid Hardsigmoid",
-    "dropout": "dropout Dropout Dropout2d Dropout3d dropout_ bernoulli_ dropout2d",
-    "mul": "mul mul_ div truediv masked_fill masked_fill_ where rmul rdiv",
-    "add": "add add_ sub sub_ radd rsub iadd",
-}
-_VARIANT = {name: variant for variant, names in _ELEMENTWISE.items() for name in names.split()}
-_COPIES = frozenset("cat concat stack clone pad interpolate Upsample flip roll repeat ZeroPad2d copy_ setitem".split())
+__all__ = ["WORK", "describe", "is_idle"]
 
 
 @dataclass(frozen=True)
@@ -106,17 +94,13 @@ def describe(graph: Graph, step: Step, precision: Callable[[str], str]) -> Opera
     facts = _Facts(graph, step, call, block.type, layer, inputs, outputs, precision(outputs[0].dtype))
     if block.type not in WITHOUT_WORK and is_idle(graph, step):
         return None
-    make = _MAKERS.get(block.type)
+    make = WORK.find(block.type)
     if make is not None:
         return make(facts)
     if block.type in WITHOUT_WORK:
         copies = outputs[0].alias_of is None and block.type in ("contiguous", "reshape", "to") and inputs
         return _copy(facts) if copies else None
-    if block.type in _COPIES:
-        return _copy(facts)
-    if block.type in _VARIANT or (block.kind == "function" and inputs):
-        return _elementwise(facts)
-    return None
+    return _elementwise()(facts) if block.kind == "function" and inputs else None
 
 
 def is_idle(graph: Graph, step: Step) -> bool:
@@ -124,14 +108,15 @@ def is_idle(graph: Graph, step: Step) -> bool:
     block = graph.blocks[graph.calls[step.name].block]
     if block.type in WITHOUT_WORK:
         return True
-    if _VARIANT.get(block.type) != "dropout":
+    op = find(block.type)
+    if op is None or op.kind != "dropout":
         return False
     if step.kind == "module":
         layer = attrgetter(step.target)(graph.module.model)
         return float(getattr(layer, "p", 1.0)) == 0.0 or not layer.training
     share = step.kwargs.get("p", step.args[1] if len(step.args) > 1 else 0.5)
-    trains = step.kwargs.get("training", step.args[2] if len(step.args) > 2 else True)
-    return block.type in ("dropout", "dropout2d") and (share == 0.0 or trains is False)
+    trains = step.kwargs.get("training", step.kwargs.get("train", step.args[2] if len(step.args) > 2 else True))
+    return bool(share == 0.0 or trains is False)
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -143,7 +128,7 @@ def _convolution(facts: _Facts) -> Operation | None:
     dims = len(weight) - 2
     if dims < 1 or not facts.inputs or len(facts.x.shape) != dims + 2:
         return None
-    transposed = "transpose" in facts.type.lower()
+    transposed = facts.type in names(*kinds("transposed convolution"))
     groups_at, dilation_at = (6, 7) if transposed else (6, 5)
     padding = facts.setting("padding", 4, 0)
     if padding == "same":
@@ -171,7 +156,7 @@ def _linear(facts: _Facts) -> Operation | None:
     weight = facts.weight_shape()
     if len(weight) != 2:
         return None
-    if facts.type == "Conv1D":  # Hugging Face's, with a transposed weight
+    if facts.type in names("transposed_linear"):  # Hugging Face's Conv1D
         weight = weight[::-1]
     rows = math.prod(facts.y.shape[:-1])
     return Operation("linear", batch=rows, in_channels=weight[1], out_channels=weight[0], **facts.common)
@@ -224,7 +209,7 @@ def _pool(variant: str) -> Callable[[_Facts], Operation | None]:
         dims = len(facts.y.shape) - 2
         if dims < 1 or len(facts.x.shape) != dims + 2:
             return None
-        if "adaptive" in facts.type.lower():
+        if facts.type in _ADAPTIVE:
             kernel = stride = tuple(
                 max(1, i // max(1, o)) for i, o in zip(facts.x.shape[2:], facts.y.shape[2:], strict=True)
             )
@@ -269,10 +254,13 @@ def _flat(facts: _Facts, kind: str, variant: str) -> Operation:
     return Operation(kind, shape[0], channels, size=shape[2:], variant=variant, **facts.common)  # type: ignore[arg-type]
 
 
-def _elementwise(facts: _Facts) -> Operation:
-    variant = _VARIANT.get(facts.type, "add" if len(facts.inputs) > 1 else "relu")
-    one_tensor = variant in ("add", "mul") and len(facts.inputs) == 1 and not facts.call.parameters
-    return _flat(facts, "elementwise", "relu" if one_tensor else variant)  # with a number there is one tensor to read
+def _elementwise(variant: str = "") -> Callable[[_Facts], Operation]:
+    def make(facts: _Facts) -> Operation:
+        chosen = variant or ("add" if len(facts.inputs) > 1 else "relu")
+        one_tensor = chosen in ("add", "mul") and len(facts.inputs) == 1 and not facts.call.parameters
+        return _flat(facts, "elementwise", "relu" if one_tensor else chosen)  # beside a number, one tensor is read
+
+    return make
 
 
 def _copy(facts: _Facts) -> Operation:
@@ -281,20 +269,31 @@ def _copy(facts: _Facts) -> Operation:
     return _flat(facts, "copy", "layout" if turned else "")
 
 
-_MAKERS: dict[str, Callable[[_Facts], Operation | None]] = {
-    **{f"Conv{t}{d}d": _convolution for t in ("", "Transpose") for d in (1, 2, 3)},
-    **{f"conv{t}{d}d": _convolution for t in ("", "_transpose") for d in (1, 2, 3)},
-    **dict.fromkeys(("Linear", "linear", "Conv1D", "NonDynamicallyQuantizableLinear"), _linear),
-    **dict.fromkeys(("matmul", "bmm", "baddbmm", "mm"), _matmul),
-    "scaled_dot_product_attention": _attention,
-    **{f"BatchNorm{d}d": _norm("batch") for d in (1, 2, 3)},
-    **{f"InstanceNorm{d}d": _norm("instance") for d in (1, 2, 3)},
-    **dict.fromkeys(("batch_norm", "SyncBatchNorm"), _norm("batch")),
-    **dict.fromkeys(("LayerNorm", "layer_norm"), _norm("layer")),
-    **dict.fromkeys(("GroupNorm", "group_norm"), _norm("group")),
-    **dict.fromkeys(("RMSNorm", "rms_norm"), _norm("rms")),
-    **{f"{a}{p}Pool{d}d": _pool(p.lower()) for a in ("", "Adaptive") for p in ("Max", "Avg") for d in (1, 2, 3)},
-    **{f"{a}{p}_pool{d}d": _pool(p) for a in ("", "adaptive_") for p in ("max", "avg") for d in (1, 2, 3)},
-    **dict.fromkeys(("softmax", "log_softmax", "Softmax", "LogSoftmax"), _softmax),
-    **dict.fromkeys(("Embedding", "embedding"), _embedding),
+_ADAPTIVE = names(*kinds("adaptive average pool", "adaptive max pool"))
+
+WORK: Facet[Callable[[_Facts], Operation | None]] = Facet("cost", "the sizes from which its time is predicted")
+WORK.add(_convolution, *kinds("convolution", "transposed convolution"))
+WORK.add(_linear, "linear", "transposed_linear")
+WORK.add(_matmul, "matmul", "bmm", "baddbmm", "mm")
+WORK.add(_attention, "scaled_dot_product_attention")
+WORK.add(_norm("batch"), "batch_norm", "sync_batch_norm")
+for _name in ("instance", "layer", "group", "rms"):
+    WORK.add(_norm(_name), f"{_name}_norm")
+WORK.add(_pool("max"), *kinds("max pool", "adaptive max pool"))
+WORK.add(_pool("avg"), *kinds("average pool", "adaptive average pool"))
+WORK.add(_softmax, "softmax", "log_softmax")
+WORK.add(_embedding, "embedding")
+WORK.add(_copy, *"cat stack clone pad interpolate flip roll repeat copy_ setitem".split())
+_VARIANTS = {
+    "gelu": "gelu erf softplus mish",
+    "silu": "silu",
+    "sigmoid": "sigmoid tanh exp log sqrt rsqrt pow sin cos reciprocal elu square",
+    "hardswish": "hardswish hardsigmoid",
+    "dropout": "dropout dropout1d dropout2d dropout3d bernoulli",
+    "mul": "mul div masked_fill where",
+    "add": "add sub",
+    "relu": "relu relu6 leaky_relu prelu hardtanh clamp neg abs threshold",
 }
+for _variant, _operations in _VARIANTS.items():
+    WORK.add(_elementwise(_variant), *_operations.split())
+WORK.add(_elementwise(), *(name for name in kinds("activation") if "cost" not in operation(name).facts))

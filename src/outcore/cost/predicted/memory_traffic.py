@@ -21,39 +21,46 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from outcore.cost.costs import Costs
 from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Step
+from outcore.ops.autocast import CAST_DOWN, CAST_UP
+from outcore.ops.registry import Facet, names
 from outcore.ops.views import WITHOUT_WORK
 
-__all__ = ["MemoryTraffic"]
+__all__ = ["COPIES", "GradientCopies", "MemoryTraffic"]
 
 _HALVES = ("bfloat16", "float16")
-_UP = frozenset(
-    (
-        "LayerNorm layer_norm GroupNorm group_norm RMSNorm rms_norm softmax Softmax log_softmax LogSoftmax "
-        "cross_entropy nll_loss CrossEntropyLoss NLLLoss mse_loss MSELoss l1_loss pow exp log sum "
-        "prod norm cumsum softplus Softplus"
-    ).split()
-)
-_DOWN = frozenset(
-    (
-        "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d conv1d conv2d conv3d conv_transpose2d "
-        "Linear linear matmul bmm baddbmm mm NonDynamicallyQuantizableLinear Conv1D scaled_dot_product_attention"
-    ).split()
-)
-_CASTS = frozenset("to type bfloat16 half type_as".split())
-_ROWS = frozenset("Linear linear NonDynamicallyQuantizableLinear Conv1D".split())
-_PRODUCTS = _ROWS | frozenset(("matmul",))
-_WHOLE = _DOWN | frozenset("LayerNorm layer_norm BatchNorm2d BatchNorm3d GroupNorm group_norm".split())
+_CASTS = names("to", "type", "bfloat16", "half", "type_as")
+_ROWS = names("linear", "transposed_linear")
+_PRODUCTS = _ROWS | names("matmul")
+_WHOLE = CAST_DOWN | names("layer_norm", "batch_norm", "group_norm")
 """Operations whose backward needs gradients without gaps, in one order."""
-_PARTS = frozenset("getitem select narrow unbind diagonal".split())
-_BACK_AGAIN = frozenset("roll pad flip repeat interpolate Upsample ZeroPad2d".split())
-_JOINED = frozenset("chunk split unbind".split())
-_SPREAD = {**dict.fromkeys("add add_ radd iadd sub rsub".split(), 1), **dict.fromkeys("mul mul_ rmul".split(), 4)}
-"""Passes over the result by which a smaller operand, broadcast over it, gets its gradient: a sum, after a product that
-is written and read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCopies:
+    """What the backward of an operation copies beside its own work."""
+
+    part: Literal["", "written into zeros", "joined"] = ""
+    """The result is a part of the input: its gradient is written into one of zeros, or all parts are joined."""
+    as_forward: bool = False
+    """Backward copies as much as forward did."""
+    spread: int = 0
+    """Passes over the result by which a smaller operand, broadcast over it, gets its gradient: a sum, after a product
+    that is written and read again."""
+
+
+COPIES: Facet[GradientCopies] = Facet("gradient copies", "what its backward copies beside its own work")
+COPIES.add(GradientCopies(part="written into zeros"), "getitem", "select", "narrow", "diagonal")
+COPIES.add(GradientCopies(part="joined"), "unbind")
+COPIES.add(GradientCopies(as_forward=True), "roll", "pad", "flip", "repeat", "interpolate")
+COPIES.add(GradientCopies(spread=1), "add", "sub")
+COPIES.add(GradientCopies(spread=4), "mul")
+_NONE = GradientCopies()
 
 
 class MemoryTraffic:
@@ -73,16 +80,16 @@ class MemoryTraffic:
         found: set[str] = set()
         for name, call in self.graph.calls.items():
             kind = self.graph.blocks[call.block].type
-            if name not in self._autocast or kind in _DOWN or kind in _CASTS:
+            if name not in self._autocast or kind in CAST_DOWN or kind in _CASTS:
                 continue
-            if kind in _UP or any(v in found for v in call.inputs):
+            if kind in CAST_UP or any(v in found for v in call.inputs):
                 found.update(v for v in call.outputs if self.graph.values[v].dtype in _HALVES)
         return found
 
     def promoted(self, name: str) -> bool:
         """Whether a call is computed in float32 although the types around it are smaller."""
         kind = self.graph.blocks[self.graph.calls[name].block].type
-        return name in self._autocast and kind in _UP
+        return name in self._autocast and kind in CAST_UP
 
     def in_float32(self, name: str) -> bool:
         """Whether a call makes float32 on a GPU, although it may have been recorded otherwise."""
@@ -94,7 +101,7 @@ class MemoryTraffic:
         kind = self.graph.blocks[call.block].type
         inputs = [self.graph.values[v] for v in call.inputs]
         forward = backward = 0
-        if name in self._autocast and kind in _DOWN:
+        if name in self._autocast and kind in CAST_DOWN:
             wide = sum(_elements(v) for v in inputs if self._is_wide(v))  # there and back
             forward += 6 * (cost.parameter_bytes // 4 + wide)
             backward += 6 * (cost.parameter_bytes // 4 + wide)
@@ -112,15 +119,19 @@ class MemoryTraffic:
             narrow = sum(_elements(v) for v in inputs if v.dtype in _HALVES and not self._is_wide(v))
             forward += 6 * narrow
             backward += 6 * narrow
-        if cost.has_backward and kind in _PARTS and inputs and call.outputs:
-            whole, part = self._bytes(inputs[0]), self._bytes(self.graph.values[call.outputs[0]])
-            backward += whole + 2 * part if kind not in _JOINED else 2 * whole
-        if cost.has_backward and kind in _BACK_AGAIN and call.outputs:
-            backward += 2 * max(self._bytes(v) for v in (self.graph.values[call.outputs[0]], *inputs[:1]))
-        if cost.has_backward and kind in _SPREAD and call.outputs and self._spreads(name):
-            backward += _SPREAD[kind] * self._bytes(self.graph.values[call.outputs[0]])
-        backward += self._turned(name, kind)
-        return forward, backward if cost.has_backward else 0
+        if not cost.has_backward:
+            return forward, 0
+        copies = COPIES.find(kind) or _NONE
+        if call.outputs:
+            out = self._bytes(self.graph.values[call.outputs[0]])
+            if copies.part and inputs:
+                whole = self._bytes(inputs[0])
+                backward += 2 * whole if copies.part == "joined" else whole + 2 * out
+            if copies.as_forward:
+                backward += 2 * max(out, *(self._bytes(v) for v in inputs[:1]), 0)
+            if copies.spread and self._spreads(name):
+                backward += copies.spread * out
+        return forward, backward + self._turned(name, kind)
 
     def _spreads(self, name: str) -> bool:
         """Whether an operand that has a gradient is smaller than the result."""
@@ -141,7 +152,7 @@ class MemoryTraffic:
         """Bytes of copies of gradients that do not have the layout they are needed in."""
         cost = self.costs.calls[name]
         whole = [of for of, stride in cost.arriving.items() if 0 not in stride]
-        if kind in _PARTS or not whole:
+        if (COPIES.find(kind) or _NONE).part or not whole:
             return 0
         if kind in WITHOUT_WORK:
             return sum(2 * gradient.bytes for gradient in cost.gradients)

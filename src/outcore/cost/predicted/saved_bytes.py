@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Saved
+from outcore.cost.saved import DerivedTensor
 from outcore.graph import Graph
-from outcore.ops import CallFacts, find
+from outcore.ops import CallFacts
+from outcore.ops.saved import SAVED
 
 __all__ = ["facts_of", "keep_on", "kept"]
 
@@ -30,16 +32,16 @@ def facts_of(graph: Graph, name: str) -> CallFacts:
 
 def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
     """What backward of a call saves, without weights and buffers; None if the table does not know the operation."""
-    facts, op = facts_of(graph, call), find(graph.blocks[graph.calls[call].block].type)
-    if op is None or not facts.inputs:
+    facts, rule = facts_of(graph, call), SAVED.find(graph.blocks[graph.calls[call].block].type)
+    if rule is None or not facts.inputs:
         return None
     found: dict[str, Saved] = {}
-    for keep in op.kept(device_kind):
+    for keep in rule.kept(device_kind):
         if not keep.applies(facts):
             continue
         if keep.what == "derived":
             size = keep.bytes(facts) if keep.bytes else 0
-            saved = Saved(f"{call}~{keep.name}", "derived", size, keep.name)
+            saved = Saved(f"{call}~{keep.name}", "derived", size, DerivedTensor(keep.name))
             found[saved.of] = saved
         elif keep.what != "parameter":
             names = graph.calls[call].outputs[:1] if keep.what == "output" else graph.calls[call].inputs
@@ -48,7 +50,7 @@ def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
                 if _is_cast(graph.values[name].dtype, facts.outputs[0].dtype):
                     # Autocast computes it in float32, and backward keeps the copy and not the value.
                     size = 4 * math.prod(graph.values[name].shape)
-                    found[f"{call}~cast"] = Saved(f"{call}~cast", "derived", size, "cast")
+                    found[f"{call}~cast"] = Saved(f"{call}~cast", "derived", size, DerivedTensor("cast"))
                 else:
                     found[first.name] = Saved(first.name, "value", first.bytes)
     return tuple(found.values())
@@ -60,8 +62,8 @@ def _is_cast(given: str, returned: str) -> bool:
 
 def keep_on(graph: Graph, cost: CallCost, device_kind: str) -> CallCost:
     """The cost of a call as tried on a CPU, corrected for a device that saves something else."""
-    op = find(cost.type)
-    if op is None or device_kind not in op.keeps_on or not cost.has_backward:
+    rule = SAVED.find(cost.type)
+    if rule is None or device_kind not in rule.keeps_on or not cost.has_backward:
         return cost
     entries = kept(graph, cost.call, device_kind) or ()
     weights = tuple(s for s in cost.saved if s.kind in ("parameter", "buffer"))

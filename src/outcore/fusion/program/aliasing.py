@@ -11,16 +11,9 @@ from outcore.graph import Call, Graph
 from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Recording, Ref
 from outcore.graph.structure import leaves
+from outcore.ops.views import SHARING
 
 __all__ = ["state_in_place", "unsafe_write", "written_values"]
-
-
-_VIEWS = frozenset(
-    "view reshape view_as reshape_as transpose permute t T mT H mH getitem expand expand_as squeeze unsqueeze flatten "
-    "unflatten ravel narrow select chunk split tensor_split unbind detach data contiguous to type type_as float double "
-    "half swapaxes swapdims moveaxis movedim diagonal as_strided unfold real imag alias requires_grad_".split()
-)
-"""Functions that may return the memory they are given."""
 
 
 def unsafe_write(graph: Graph, recording: Recording) -> str | None:
@@ -79,7 +72,7 @@ def _views_of_state(recording: Recording) -> set[str]:
     found: set[str] = set()
     for step in recording.steps:
         refs = [ref for _, ref in leaves((step.args, step.kwargs), Ref)]
-        viewed = step.kind == "function" and function_name(step.target) in _VIEWS
+        viewed = step.kind == "function" and function_name(step.target) in SHARING
         if viewed and refs and (refs[0].kind == "state" or refs[0].name in found):
             found |= set(step.outputs[:1])
     return found

@@ -26,7 +26,7 @@ from outcore.fusion.program.call import MemberRandomness, rnn_weights_anywhere, 
 from outcore.fusion.program.concat_conv import joins_of
 from outcore.fusion.program.replay import StackedTape
 from outcore.fusion.program.values import Stacked
-from outcore.fusion.rules import RANDOM, is_random
+from outcore.fusion.rules import is_random
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import MemberTraining
 from outcore.graph import Graph, capture
@@ -35,6 +35,7 @@ from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Recording, Ref, Step, fill, schedule_drops
 from outcore.graph.structure import leaves
+from outcore.ops.random import RANDOM
 
 __all__ = ["StackedProgram"]
 

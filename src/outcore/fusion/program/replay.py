@@ -18,11 +18,12 @@ from torch import nn
 from outcore.fusion.program.batch_norm_chain import BatchNormChain, pays
 from outcore.fusion.program.call import FusedCall, MemberRandomness
 from outcore.fusion.program.values import Stacked, UnjoinedConcat, is_repeated
-from outcore.fusion.rules import norm_in_one_pass, out_of_place, run, writes_nothing
+from outcore.fusion.rules import norm_in_one_pass, run, writes_nothing
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import MemberTraining
 from outcore.graph.record.recording import Recording, Ref, Step, Tape, fill
 from outcore.graph.structure import leaves
+from outcore.ops.out_of_place import out_of_place
 
 if TYPE_CHECKING:
     from outcore.fusion.program.program import StackedProgram
@@ -146,7 +147,8 @@ class StackedTape(Tape):
         if not mutates or self.program.state_values.issuperset(mutates):
             return step.target, step.kwargs
         if step.kind == "function":
-            target, kwargs = out_of_place(step.target, step.kwargs)
+            target = out_of_place(step.target)
+            kwargs = {k: (False if k == "inplace" else v) for k, v in step.kwargs.items()}
             if target is not step.target or kwargs != step.kwargs:
                 return target, kwargs
         elif writes_nothing(attrgetter(step.target)(self.model)):

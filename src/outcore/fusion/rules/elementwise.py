@@ -13,28 +13,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
 
-__all__ = ["BINARY", "UNARY", "binary", "contiguous", "per_channel", "reshape", "unary"]
-
-UNARY = frozenset(
-    "abs neg positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh "
-    "cosh tanh sigmoid relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus "
-    "softsign tanhshrink softshrink hardshrink logsigmoid threshold erf erfc floor ceil round trunc sign clamp clip "
-    "float double half bfloat16 long int bool logical_not isnan isinf isfinite nan_to_num detach clone "
-    "requires_grad_ zeros_like ones_like".split()
-)
-"""Functions whose only tensor is their first argument, applied to each element."""
-
-BINARY = frozenset(
-    "add sub mul div true_divide floor_divide truediv floordiv radd rsub rmul rtruediv rdiv pow rpow maximum minimum "
-    "eq ne lt le gt ge logical_and logical_or and or xor remainder fmod mod where lerp addcmul addcdiv atan2 "
-    "masked_fill".split()
-)
-"""Functions that broadcast their tensors, applied to each element."""
+__all__ = ["binary", "contiguous", "per_channel", "reshape", "unary"]
 
 
 def unary(call: FusedCall) -> Any:
@@ -109,19 +92,3 @@ def per_channel(call: FusedCall, dims: int) -> Any:
     if isinstance(result, torch.Tensor):
         return unfold_channels(result, x.members)
     return tuple(unfold_channels(part, x.members) for part in result)
-
-
-def out_of_place(function: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same function without writing into its argument, where torch has it."""
-    kwargs = {k: (False if k == "inplace" else v) for k, v in kwargs.items()}
-    name = getattr(function, "__name__", "")
-    plain = name.removesuffix("_")
-    if name.startswith("__i") and name.endswith("__"):
-        return getattr(torch.Tensor, f"__{name[3:]}", function), kwargs
-    if name.endswith("_") and not name.endswith("__"):
-        owner = next((o for o in (torch.Tensor, torch, F) if getattr(o, name, None) is function), None)
-        found = getattr(owner, plain, None) if owner is not None else None
-        if found is None and owner is F:
-            found = getattr(torch, plain, None)
-        return found or function, kwargs
-    return function, kwargs

@@ -22,15 +22,23 @@ from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.max_min import extreme
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, last_dims_norm
 from outcore.graph.naming import function_name
+from outcore.ops.registry import Facet, find, kinds, spatial_dims
 
-__all__ = ["embedding", "function_rule"]
+__all__ = ["FUNCTION_RULES", "embedding", "function_rule"]
 
-_CHANNEL_POOLS = frozenset("max_pool avg_pool adaptive_avg_pool adaptive_max_pool lp_pool".split())
+_BROADCAST = """floor_divide pow remainder fmod maximum minimum atan2 logaddexp eq ne lt le gt ge logical_and logical_or
+and or xor"""
+"""Functions that broadcast several tensors, beside sums, products and selections."""
+_POINTWISE = "activation, arithmetic, comparison"
+
+FUNCTION_RULES: Facet[Callable[[FusedCall], Any]] = Facet("fused function", "how its function runs for all members")
 
 
 def function_rule(name: str) -> Callable[[FusedCall], Any] | None:
-    """The rule of a function; None if it has none."""
-    return _FUNCTIONS.get(name) or _by_family(name)
+    """The rule of a function that writes nothing; None if it has none."""
+    op = find(name)
+    writes = op is not None and name in op.in_place and name != op.name
+    return None if writes else FUNCTION_RULES.find(name)
 
 
 def _bound(function: Callable[..., Any]) -> Callable[[FusedCall], Any]:
@@ -149,35 +157,32 @@ def _attend(call: FusedCall) -> Any:
     return _bound(_attention)(call)
 
 
-_FUNCTIONS: dict[str, Callable[[FusedCall], Any]] = {
-    "linear": _bound(_linear),
-    **{f"conv{d}d": _bound(_conv(d)) for d in (1, 2, 3)},
-    **{f"conv_transpose{d}d": _bound(_conv_transpose(d)) for d in (1, 2, 3)},
-    "batch_norm": _bound(_batch_norm),
-    "layer_norm": _bound(_layer_norm),
-    "group_norm": _bound(_group_norm),
-    "embedding": _bound(embedding),
-    "cross_entropy": _bound(cross_entropy),
-    "scaled_dot_product_attention": _attend,
-    "max": extreme,
-    "min": extreme,
-    "view": elementwise.reshape,
-    "reshape": elementwise.reshape,
-    "contiguous": elementwise.contiguous,
-    **dict.fromkeys(elementwise.UNARY, elementwise.unary),
-    **dict.fromkeys(elementwise.BINARY, elementwise.binary),
-}
+def _channel_pool(call: FusedCall) -> Any:
+    return elementwise.per_channel(call, spatial_dims(function_name(call.target)))
 
 
-def _by_family(name: str) -> Callable[[FusedCall], Any] | None:
-    """Pools and resizing: ``max_pool2d``, ``adaptive_avg_pool1d``, ``interpolate``."""
-    family, dims = name[:-2], name[-2:-1]
-    if family in _CHANNEL_POOLS and dims in "123":
-        return lambda call: elementwise.per_channel(call, int(dims))
-    if name in ("interpolate", "upsample"):
-        return lambda call: (
-            elementwise.per_channel(call, call.args[0].rank - 2)
-            if isinstance(call.args[0], Stacked)
-            else NotImplemented
-        )
-    return None
+def _resize(call: FusedCall) -> Any:
+    x = call.args[0]
+    return elementwise.per_channel(call, x.rank - 2) if isinstance(x, Stacked) else NotImplemented
+
+
+FUNCTION_RULES.add(_bound(_linear), "linear")
+for _dims in (1, 2, 3):
+    FUNCTION_RULES.add(_bound(_conv(_dims)), f"conv{_dims}d")
+    FUNCTION_RULES.add(_bound(_conv_transpose(_dims)), f"conv_transpose{_dims}d")
+FUNCTION_RULES.add(_bound(_batch_norm), "batch_norm")
+FUNCTION_RULES.add(_bound(_layer_norm), "layer_norm")
+FUNCTION_RULES.add(_bound(_group_norm), "group_norm")
+FUNCTION_RULES.add(_bound(embedding), "embedding")
+FUNCTION_RULES.add(_bound(cross_entropy), "cross_entropy")
+FUNCTION_RULES.add(_attend, "scaled_dot_product_attention")
+FUNCTION_RULES.add(extreme, "max", "min")
+FUNCTION_RULES.add(elementwise.reshape, "view", "reshape")
+FUNCTION_RULES.add(elementwise.contiguous, "contiguous")
+FUNCTION_RULES.add(_channel_pool, *kinds("max pool", "average pool", "adaptive average pool", "adaptive max pool"))
+FUNCTION_RULES.add(_channel_pool, *kinds("power-average pool"))
+FUNCTION_RULES.add(_resize, "interpolate")
+FUNCTION_RULES.add(elementwise.binary, *kinds("sum", "product", "selection"), *_BROADCAST.split())
+FUNCTION_RULES.add(elementwise.unary, *(n for n in kinds(*_POINTWISE.split(", ")) if n not in _BROADCAST.split()))
+FUNCTION_RULES.add(elementwise.unary, *"float double half bfloat16 long int bool".split())
+FUNCTION_RULES.add(elementwise.unary, "clone", "detach", "requires_grad_", "zeros_like", "ones_like")

@@ -21,8 +21,9 @@ from outcore.fusion.rules.functions import embedding
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_norm, last_dims_norm
+from outcore.ops.registry import Facet, kinds, of_layer, spatial_dims
 
-__all__ = ["MODULES", "writes_nothing"]
+__all__ = ["MODULE_RULES", "module_rule", "writes_nothing"]
 
 
 def _of(call: FusedCall, *names: str) -> list[Any]:
@@ -66,8 +67,6 @@ def _batch_norm_module(call: FusedCall) -> Any:
     m: Any = call.module
     mean, var, count = _of(call, "running_mean", "running_var", "num_batches_tracked")
     if m.momentum is None or not call.same("momentum", "eps", "training", "track_running_stats", "affine"):
-        return NotImplemented
-    if type(m) is nn.SyncBatchNorm:
         return NotImplemented
     if m.training and count is not None:
         count.tensor.add_(1)
@@ -155,7 +154,7 @@ def _identity(call: FusedCall) -> Any:
 
 
 def _pool(call: FusedCall) -> Any:
-    return elementwise.per_channel(call, int(type(call.module).__name__[-2]))
+    return elementwise.per_channel(call, spatial_dims(type(call.module).__name__))
 
 
 def _resize(call: FusedCall) -> Any:
@@ -163,33 +162,34 @@ def _resize(call: FusedCall) -> Any:
     return elementwise.per_channel(call, x.rank - 2) if isinstance(x, Stacked) else NotImplemented
 
 
-_ACTIVATIONS = (
-    "ReLU ReLU6 GELU SiLU Mish ELU SELU CELU LeakyReLU Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink "
-    "Softplus Softsign Tanh Tanhshrink Sigmoid LogSigmoid Threshold"
-).split()
-_POOLS = [f"{kind}Pool{d}d" for kind in ("Max", "Avg", "AdaptiveAvg", "AdaptiveMax", "LP") for d in (1, 2, 3)]
-MODULES: dict[type[nn.Module], Callable[[FusedCall], Any]] = {
-    nn.Linear: _linear_module,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear_module,
-    **{getattr(nn, f"Conv{d}d"): _conv_module(d, False) for d in (1, 2, 3)},
-    **{getattr(nn, f"ConvTranspose{d}d"): _conv_module(d, True) for d in (1, 2, 3)},
-    **{getattr(nn, f"BatchNorm{d}d"): _batch_norm_module for d in (1, 2, 3)},
-    **{getattr(nn, f"InstanceNorm{d}d"): _instance_norm_module for d in (1, 2, 3)},
-    nn.GroupNorm: _group_norm_module,
-    nn.LayerNorm: _last_dims_module(F.layer_norm),
-    nn.RMSNorm: _last_dims_module(F.rms_norm),
-    nn.Embedding: _embedding_module,
-    nn.CrossEntropyLoss: _cross_entropy_module,
-    nn.PReLU: _prelu,
-    nn.Identity: _identity,
-    **{getattr(nn, name): _activation for name in _ACTIVATIONS},
-    **{getattr(nn, name): _pool for name in _POOLS if hasattr(nn, name)},
-    **{getattr(nn, name): _resize for name in ("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d")},
-    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), recurrent.recurrent),
-    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), recurrent.cell),
-}
+MODULE_RULES: Facet[Callable[[FusedCall], Any]] = Facet("fused layer", "how its layer runs for all members")
+MODULE_RULES.add(_linear_module, "linear")
+for _dims in (1, 2, 3):
+    MODULE_RULES.add(_conv_module(_dims, False), f"conv{_dims}d")
+    MODULE_RULES.add(_conv_module(_dims, True), f"conv_transpose{_dims}d")
+MODULE_RULES.add(_batch_norm_module, "batch_norm")
+MODULE_RULES.add(_instance_norm_module, "instance_norm")
+MODULE_RULES.add(_group_norm_module, "group_norm")
+MODULE_RULES.add(_last_dims_module(F.layer_norm), "layer_norm")
+MODULE_RULES.add(_last_dims_module(F.rms_norm), "rms_norm")
+MODULE_RULES.add(_embedding_module, "embedding")
+MODULE_RULES.add(_cross_entropy_module, "cross_entropy")
+MODULE_RULES.add(_prelu, "prelu")
+MODULE_RULES.add(_identity, "identity")
+MODULE_RULES.add(_activation, *kinds("activation"))
+MODULE_RULES.add(_pool, *kinds("max pool", "average pool", "adaptive average pool", "adaptive max pool"))
+MODULE_RULES.add(_pool, *kinds("power-average pool"))
+MODULE_RULES.add(_resize, "interpolate")
+MODULE_RULES.add(recurrent.recurrent, *kinds("recurrent"))
+MODULE_RULES.add(recurrent.cell, *kinds("recurrent cell"))
+
+
+def module_rule(module: nn.Module) -> Callable[[FusedCall], Any] | None:
+    """The rule of a layer of torch.nn; None for a class of the user, and where there is none."""
+    op = of_layer(module)
+    return MODULE_RULES.find(type(module).__name__) if op is not None else None
 
 
 def writes_nothing(module: nn.Module) -> bool:
     """Whether a module that works in place by itself has a rule that does not."""
-    return not has_hooks(module) and MODULES.get(type(module)) is _activation
+    return not has_hooks(module) and module_rule(module) is _activation

@@ -16,17 +16,12 @@ from outcore.fusion.program.call import FusedCall, has_hooks
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import attention as attend
 from outcore.fusion.rules.functions import function_rule
-from outcore.fusion.rules.modules import MODULES
+from outcore.fusion.rules.modules import module_rule
 from outcore.graph.naming import function_name
+from outcore.ops.random import RANDOM
+from outcore.ops.registry import find, of_layer
 
-__all__ = ["RANDOM", "is_random", "run"]
-
-RANDOM = frozenset(
-    "rand randn randint randperm normal bernoulli multinomial poisson rand_like randn_like randint_like rrelu "
-    "gumbel_softmax dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout "
-    "fractional_max_pool2d fractional_max_pool3d uniform_ normal_ bernoulli_ exponential_ random_ geometric_ "
-    "log_normal_ cauchy_ rrelu_ dropout_ alpha_dropout_".split()
-)
+__all__ = ["is_random", "run"]
 
 
 def run(call: FusedCall) -> Any:
@@ -48,17 +43,18 @@ def run(call: FusedCall) -> Any:
 
 def _module(call: FusedCall) -> Any:
     module = call.module
-    if type(module) in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d) and not has_hooks(module):
-        whole = None if type(module) is nn.Dropout else 2
+    op = of_layer(module)
+    if op is not None and op.kind == "dropout" and not has_hooks(module):
+        whole = 2 if op.dims else None
         rates = [float(m.p) for m in call.modules]  # type: ignore[arg-type]
         return _dropout(call, call.args[0], rates, module.training, whole)
     if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) and module.training:
         return call.one_by_one()
-    if type(module).__name__.startswith("FractionalMaxPool"):
+    if op is not None and op.kind == "random pool":
         return call.one_by_one()
     if not call.varies:
         return call.once()
-    rule = MODULES.get(type(module)) if not has_hooks(module) else None
+    rule = module_rule(module) if not has_hooks(module) else None
     made = rule(call) if rule is not None else NotImplemented
     if made is NotImplemented:
         return call.batched()
@@ -67,12 +63,13 @@ def _module(call: FusedCall) -> Any:
 
 
 def _random(call: FusedCall, name: str) -> Any:
-    if name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+    op = find(name)
+    if op is not None and op.kind == "dropout" and name not in op.in_place:
         asked = [_dropout_arguments(call.target, *each) for each in call.per_member_args or ((call.args, call.kwargs),)]
         x, _, training = asked[0]
         rates = [p for _, p, _ in asked] * (call.members if len(asked) == 1 else 1)
         if isinstance(x, Stacked | torch.Tensor) and len({t for _, _, t in asked}) == 1:
-            return _dropout(call, x, rates, training, None if name == "dropout" else 2)
+            return _dropout(call, x, rates, training, 2 if op.dims else None)
     return call.one_by_one()
 
 

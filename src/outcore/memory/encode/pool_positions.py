@@ -15,6 +15,7 @@ from torch import nn
 
 from outcore.kernels.pool_window import NOWHERE, PoolWindow
 from outcore.ops.encoding import POOLS
+from outcore.ops.registry import spatial_dims
 
 __all__ = ["NOWHERE", "PoolWindow", "indices_of", "positions_of", "window_of", "window_of_call"]
 
@@ -49,7 +50,7 @@ def window_of_call(
     """
     if name not in POOLS or not args or not isinstance(args[0], torch.Tensor):
         return None
-    dims = 3 if "3" in name else 2
+    dims = spatial_dims(name)
     if args[0].dim() < dims:
         return None
     if module is not None:

@@ -107,7 +107,7 @@ def _cast(after: ReaderPatterns, costs: Costs, out: str) -> tuple[str, tuple[str
     """The type to which all readers of a value would cast it, and these readers; empty if there is any other reader."""
     readers = after.behind_views(out)
     copies = [copy_of(out, costs.calls[name], after.graph) for name in readers]
-    kinds = {"" if copy is None else copy.what.partition(" ")[0] for copy in copies}
+    kinds = {"" if copy is None or copy.derived is None else copy.derived.dtype for copy in copies}
     if len(kinds) != 1 or kinds == {""} or any(after.hooked(name) for name in readers):
         return "", ()
     return kinds.pop(), tuple(readers)

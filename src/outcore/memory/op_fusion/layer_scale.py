@@ -75,7 +75,8 @@ def _with_copy(row: ScaledBranch, after: ReaderPatterns, costs: Costs) -> Scaled
     if len(found) != 1 or written_later(after.graph, out, row.call):
         return row
     ((name, copy),) = found
-    return replace(row, reader=name, copy=copy.of, copy_kind=copy.what.partition(" ")[0])
+    assert copy.derived is not None
+    return replace(row, reader=name, copy=copy.of, copy_kind=copy.derived.dtype)
 
 
 def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, ScaledBranch]:

@@ -7,7 +7,6 @@ recording and costs are rewritten before anything is planned. The user's own rec
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -76,7 +75,6 @@ class _Rewritten(Graph):
 
 
 _CASTING = {"Linear", *(f"Conv{n}d" for n in (1, 2, 3))}
-_CAST = re.compile(r"(?:float16|bfloat16) [\dx]+ of _to_copy of (.+)")
 
 
 def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:
@@ -84,11 +82,8 @@ def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:
     if cost.type not in _CASTING or graph.values[value].dtype != "float32":
         return None
     for saved in cost.saved:
-        match = _CAST.fullmatch(saved.what)
-        of = match[1] if saved.kind == "derived" and match is not None else ""
-        if of in graph.values and _first(graph.values, of) == _first(
-            graph.values, value
-        ):  # else it is the copy of a parameter
+        of = saved.cast_of if saved.derived is not None and saved.derived.dtype in ("float16", "bfloat16") else ""
+        if of in graph.values and _first(graph.values, of) == _first(graph.values, value):  # else of a parameter
             return saved
     return None
 

@@ -313,7 +313,7 @@ def record_module(
     """Hold a call of a layer, before it happens, with the layer's attributes as they are now; see `record_function`."""
     name = type(module).__name__
     kind = again(name)
-    if kind is None:
+    if kind is None or getattr(module, "max_norm", None) is not None:
         return None
     holder = _Holder(at, own, moves=moves, given=given)
     try:

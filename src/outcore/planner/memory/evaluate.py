@@ -33,6 +33,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.graph import Graph
 from outcore.ops.encoding import codec_for, held_bytes
+from outcore.ops.registry import spatial_dims
 from outcore.planner.memory.copy_schedule import CopySchedule, OffloadTarget, schedule_transfers
 from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
 
@@ -131,7 +132,9 @@ class StepModel:
         """Pools whose backward needs one byte per output and nothing else, if their indices are encoded (kernels)."""
         if self.costs.device_kind != "cuda":
             return {}
-        return {b.born: b.name for b in self.buffers.values() if codec_for(b) == "window" and "2" in b.maker}
+        return {
+            b.born: b.name for b in self.buffers.values() if codec_for(b) == "window" and spatial_dims(b.maker) == 2
+        }
 
     @cached_property
     def forward_ends(self) -> list[float]:
@@ -336,7 +339,7 @@ class StepModel:
 def _cached_casts(rows: Iterable[CallCost], parameters: Mapping[str, int]) -> Iterator[str]:
     """Copies of weights that autocast keeps until forward is over, whatever becomes of them."""
     for saved in (saved for row in rows for saved in row.saved if saved.kind == "derived"):
-        if saved.what.rpartition(" of _to_copy of ")[2] in parameters:
+        if saved.cast_of in parameters:
             yield saved.of
 
 

@@ -25,7 +25,7 @@ def batch_norms(graph: Graph) -> list[str]:
     for name, call in graph.calls.items():
         block = graph.blocks[call.block]
         op = find(block.type)
-        if op is None or op.name != "batch norm":
+        if op is None or op.name != "batch_norm":
             continue
         module = modules.get(call.block)
         if "True" in call.detail if block.kind == "function" else module is None or module.training:

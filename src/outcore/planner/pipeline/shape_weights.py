@@ -12,20 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from outcore.cost.predicted.saved_bytes import kept
 from outcore.graph import Call, Graph, Value
+from outcore.ops.registry import find
 from outcore.ops.views import WITHOUT_WORK
 from outcore.planner.pipeline.call_weights import CallWeight, CallWeights, fixed_tensors
 
 __all__ = ["weights_from_shapes"]
-
-_RESULT = """relu relu6 sigmoid tanh softmax log_softmax exp sqrt rsqrt softplus leaky_relu leakyrelu elu hardtanh
-logsumexp normalize"""
-_NOTHING = """add sub neg cat concat stack pad mean sum float half clone roll repeat ones_like shape upsample
-interpolate pixelshuffle pixel_shuffle max_unpool2d maxunpool2d embedding eq ne lt gt le ge argmax"""
-_KEEPS_RESULT = frozenset(_RESULT.split())
-_VIEWS = frozenset(name.lower() for name in WITHOUT_WORK)
-_KEEPS_NOTHING = frozenset(_NOTHING.split()) | _VIEWS
-_RECURRENT = frozenset(("lstm", "gru", "rnn"))
 
 
 def weights_from_shapes(
@@ -52,7 +45,7 @@ def weights_from_shapes(
         weights = [nbytes for p, nbytes in sizes.items() if p in parameters]
         flops = _flops(graph, call, sum(weights))
         moved = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs)) + sum(weights)
-        if _type(graph, call) in _VIEWS:
+        if graph.blocks[call.block].type in WITHOUT_WORK:
             moved = 0
         forward = max(flops / flops_per_s, moved / bytes_per_s) + (launch_s if moved else 0.0)
         backward = 0.0
@@ -96,46 +89,43 @@ def _item(value: Value) -> int:
     return max(1, value.bytes // max(1, prod(value.shape)))
 
 
-def _type(graph: Graph, call: Call) -> str:
-    return graph.blocks[call.block].type.lower().rstrip("_")
+def _kind(graph: Graph, call: Call) -> str:
+    op = find(graph.blocks[call.block].type)
+    return op.kind if op is not None else ""
 
 
 def _flops(graph: Graph, call: Call, weight_bytes: int) -> float:
     """Twice the multiplications of one forward."""
-    kind = _type(graph, call)
+    kind = _kind(graph, call)
     if not call.inputs or not call.outputs:
         return 0.0
     first, out = graph.values[call.inputs[0]], graph.values[call.outputs[0]]
     elements = weight_bytes / _item(out)
-    if "convtranspose" in kind or "conv_transpose" in kind:
+    if kind == "transposed convolution":
         return 2.0 * prod(first.shape) * elements / max(1, first.shape[1])
-    if "conv" in kind and len(out.shape) > 2:
+    if kind == "convolution" and len(out.shape) > 2:
         return 2.0 * prod(out.shape) * elements / max(1, out.shape[1])
     if kind == "linear":
         return 2.0 * prod(out.shape) * (first.shape[-1] if first.shape else 1)
-    if kind in ("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum"):
+    if kind == "matrix product":
         left = graph.values[call.inputs[-2]] if len(call.inputs) > 1 else first
         return 2.0 * prod(out.shape) * (left.shape[-1] if left.shape else 1)
-    if kind == "scaled_dot_product_attention" and len(call.inputs) > 1:
+    if kind == "attention" and len(call.inputs) > 1:
         keys = graph.values[call.inputs[1]]
         return 4.0 * prod(first.shape) * keys.shape[-2]
-    if any(kind.startswith(r) for r in _RECURRENT):
+    if kind in ("recurrent", "recurrent cell"):
         return 2.0 * elements * prod(first.shape[:-1])
     return 0.0
 
 
 def _saved(graph: Graph, call: Call) -> Mapping[str, int]:
-    """Memory the backward of a call needs."""
-    kind = _type(graph, call)
-    if kind in _KEEPS_NOTHING:
+    """Memory the backward of a call needs: by the operation's rule, else what it reads."""
+    if graph.blocks[call.block].type in WITHOUT_WORK:
         return {}
-    out = [graph.values[v] for v in call.outputs]
-    kept = out if kind in _KEEPS_RESULT else [graph.values[v] for v in call.inputs]
-    saved = {v.alias_of or v.name: graph.values[v.alias_of or v.name].bytes for v in kept}
-    if kind.startswith("dropout") and out:
-        saved = {f"{call.name} mask": prod(out[0].shape)}
-    if "maxpool" in kind.replace("_", "") and out:
-        saved[f"{call.name} indices"] = 8 * prod(out[0].shape)
-    if any(kind.startswith(r) for r in _RECURRENT) and out:
-        saved[f"{call.name} gates"] = 4 * out[0].bytes
+    known = kept(graph, call.name, "cuda")
+    if known is not None:
+        return {entry.of: entry.bytes for entry in known}
+    saved = {graph.values[v].alias_of or v: graph.values[graph.values[v].alias_of or v].bytes for v in call.inputs}
+    if _kind(graph, call) in ("recurrent", "recurrent cell") and call.outputs:
+        saved[f"{call.name} gates"] = 4 * graph.values[call.outputs[0]].bytes
     return saved

@@ -57,27 +57,27 @@ class Along:
         return tuple(i for d, i in enumerate(out) if d in self.dims) if self.keepdim else None
 
 
-@rule("Softmax", "LogSoftmax", "Softmin", "GLU", "softmax", "log_softmax", "glu", "normalize", "cumsum", "cumprod")
+@rule("softmax", "log_softmax", "softmin", "glu", "normalize", "cumsum", "cumprod")
 def _along_dim(call: StreamCall) -> Along:
     source = call.input()
     shape = call.shapes(source)
     given: Any = getattr(call.module, "dim", None) if call.module is not None else None
     if call.module is None:
-        names = "input p dim" if call.type == "normalize" else "input dim"
-        given = call.bound(names, dim=1 if call.type == "normalize" else -1, dtype=None).get("dim")
+        names = "input p dim" if call.operation == "normalize" else "input dim"
+        given = call.bound(names, dim=1 if call.operation == "normalize" else -1, dtype=None).get("dim")
     if not isinstance(given, int):
         raise NotStreamable("it does not say along which dimension")
     return Along((source,), shape, (given % len(shape),), True, call.recall())
 
 
-@rule("Softmax2d", "LocalResponseNorm", "ChannelShuffle", "Softmax2d", "local_response_norm")
+@rule("softmax2d", "local_response_norm", "channel_shuffle")
 def _along_channels(call: StreamCall) -> Along:
     source = call.input()
     shape = call.shapes(source)
-    return Along((source,), shape, (len(shape) - 3 if call.type == "Softmax2d" else 1,), True, call.recall())
+    return Along((source,), shape, (len(shape) - 3 if call.operation == "softmax2d" else 1,), True, call.recall())
 
 
-@rule("Linear", "linear")
+@rule("linear")
 def _linear(call: StreamCall) -> Along:
     if call.module is not None:
         refs = [call.input(), call.state("weight"), call.state("bias")]
@@ -93,7 +93,7 @@ def _linear(call: StreamCall) -> Along:
     return Along(operands, shapes[0], (len(shapes[0]) - 1,), True, again, tuple(shapes[1:]))
 
 
-@rule("LayerNorm", "layer_norm", "RMSNorm", "rms_norm")
+@rule("layer_norm", "rms_norm")
 def _layer_norm(call: StreamCall) -> Along:
     if call.module is not None:
         m: Any = call.module
@@ -105,11 +105,12 @@ def _layer_norm(call: StreamCall) -> Along:
         refs = [given["input"], given["weight"], given["bias"]]
     operands = tuple(r for r in refs if r is not None)
     shapes = [call.shapes(r) for r in operands]
-    function: Any = torch.nn.functional.layer_norm if "ayer" in call.type else torch.nn.functional.rms_norm
+    centred = call.operation == "layer_norm"
+    function: Any = torch.nn.functional.layer_norm if centred else torch.nn.functional.rms_norm
 
     def again(crops: Sequence[torch.Tensor]) -> torch.Tensor:
         weight = crops[1] if len(crops) > 1 else None
-        affine = (weight, crops[2] if len(crops) > 2 else None) if "ayer" in call.type else (weight,)
+        affine = (weight, crops[2] if len(crops) > 2 else None) if centred else (weight,)
         made: torch.Tensor = function(crops[0], tuple(normalised), *affine, eps=eps)
         return made
 

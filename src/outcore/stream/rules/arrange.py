@@ -120,7 +120,7 @@ class Shuffle:
         return tuple((a % self.factor, b - a) for a, b in out[-2:]) if self.up else None
 
 
-@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "T", "mT", "t")
+@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "unsqueeze", "squeeze", "T", "mT", "t")
 def _permute(call: StreamCall) -> Permute:
     source = call.input()
     shape = call.shapes(source)
@@ -144,7 +144,7 @@ def _permute(call: StreamCall) -> Permute:
     return Permute((source,), shape, tuple(order))
 
 
-@rule("view", "reshape", "flatten", "unflatten", "Flatten", "Unflatten", "view_as", "reshape_as")
+@rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
 def _reshape(call: StreamCall) -> Reshape:
     if call.type == "view" and any(isinstance(a, torch.dtype) for a in call.args):
         raise NotStreamable("it reads the bytes as another dtype")
@@ -166,10 +166,7 @@ def _expand(call: StreamCall) -> Pointwise:
     return _Stretch((source,), (call.shapes(source),), len(call.shape), call.recall())
 
 
-@rule(
-    "pad",
-    *(f"{kind}Pad{n}d" for kind in ("Zero", "Constant", "Reflection", "Replication", "Circular") for n in (1, 2, 3)),
-)
+@rule("pad")
 def _pad(call: StreamCall) -> Padding:
     source = call.input()
     if call.module is not None:
@@ -188,9 +185,9 @@ def _pad(call: StreamCall) -> Padding:
     return Padding((source,), low, Reading(shape[len(shape) - len(low) :], border, value))
 
 
-@rule("PixelShuffle", "pixel_shuffle", "PixelUnshuffle", "pixel_unshuffle")
+@rule("pixel_shuffle", "pixel_unshuffle")
 def _shuffle(call: StreamCall) -> Shuffle:
-    up = call.type in ("PixelShuffle", "pixel_shuffle")
+    up = call.operation == "pixel_shuffle"
     m: Any = call.module
     if m is not None:
         factor = m.upscale_factor if up else m.downscale_factor

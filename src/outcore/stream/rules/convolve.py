@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, SlidingWindow, TransposedWindow, whole
+from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess, worthwhile
 from outcore.stream.execute.conv_epilogue import finish
@@ -188,7 +189,7 @@ class TransposedConvolution(Kernel):
         return tuple((i[0] - s.start(g), g[1] - g[0]) for s, g, i in zip(self.spreads, pixels, wanted, strict=True))
 
 
-@rule("Conv1d", "Conv2d", "Conv3d", "conv1d", "conv2d", "conv3d")
+@rule(*kinds("convolution"))
 def _convolution(call: StreamCall) -> Convolution:
     if call.module is not None:
         m: Any = call.module
@@ -223,14 +224,7 @@ def _convolution(call: StreamCall) -> Convolution:
     return Convolution(operands, shapes, windows, Reading(pixels, border), stride, dilation, given["groups"])
 
 
-@rule(
-    "ConvTranspose1d",
-    "ConvTranspose2d",
-    "ConvTranspose3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-)
+@rule(*kinds("transposed convolution"))
 def _transposed(call: StreamCall) -> TransposedConvolution:
     if call.module is not None:
         m: Any = call.module

@@ -16,6 +16,7 @@ from torch import nn
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, whole
+from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.rules.reduce import Moments
 
@@ -148,15 +149,14 @@ class Apply(_PerChannel):
         return made.to(x.dtype)
 
 
-@rule("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "batch_norm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
-@rule("GroupNorm", "group_norm", "instance_norm", "SyncBatchNorm")
+@rule(*kinds("norm with statistics"), "group_norm")
 def _norm(call: StreamCall) -> Frozen | Norm:
     if call.module is None:
         return _functional(call)
     m: Any = call.module
     source = call.input()
     weight, bias = call.state("weight"), call.state("bias")
-    is_batch, is_group = "Batch" in call.type, "Group" in call.type
+    is_batch, is_group = call.operation.endswith("batch_norm"), call.operation == "group_norm"
     if not is_group and not m.training and m.running_mean is not None:
         return _frozen(call, source, call.state("running_mean"), call.state("running_var"), weight, bias, m.eps)
     if not is_batch and not is_group and m.track_running_stats:

@@ -87,7 +87,7 @@ class Slice:
         return tuple(i for (_, _, to), i in zip(self.parts, out, strict=False) if to is None)
 
 
-@rule("cat", "concat", "concatenate")
+@rule("cat")
 def _join(call: StreamCall) -> Join:
     given = call.bound("tensors dim", dim=0)
     parts = given["tensors"]
@@ -132,7 +132,7 @@ def _narrow(call: StreamCall) -> Slice:
     return _piece(call, given["input"], given["dim"], given["start"])
 
 
-@rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
+@rule("chunk", "split", "tensor_split", "unbind")
 def _pieces(call: StreamCall) -> Slice:
     given = call.bound("input count dim", dim=0)
     source, dim = given["input"], given["dim"]

@@ -11,20 +11,13 @@ import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region
+from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.random import keep_mask
 
 __all__ = ["Dropout", "Pointwise"]
 
-_MODULES = """ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Hardswish Hardsigmoid Hardtanh Hardshrink Softshrink
-Tanhshrink Threshold Sigmoid LogSigmoid Tanh Softplus Softsign Identity"""
-_FUNCTIONS = """relu relu_ relu6 leaky_relu leaky_relu_ elu elu_ selu celu gelu silu silu_ mish hardswish hardswish_
-hardsigmoid hardtanh hardtanh_ hardshrink softshrink tanhshrink sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign
-add add_ radd sub sub_ rsub subtract mul mul_ rmul multiply div div_ truediv truediv_ rdiv rtruediv divide pow pow_ rpow
-neg neg_ abs abs_ exp exp_ expm1 log log1p log2 sqrt sqrt_ rsqrt reciprocal square sin cos erf sign round floor ceil
-clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip maximum minimum where lerp addcmul addcdiv masked_fill
-eq ne lt le gt ge logical_and logical_or logical_not and or xor invert atan2 fmod remainder logaddexp sigmoid_ isnan
-float double half bfloat16 to type type_as contiguous clone detach nan_to_num zeros_like ones_like full_like"""
+_KINDS = "activation, identity, sum, product, arithmetic, selection, comparison, cast, copy"
 
 
 @dataclass(frozen=True)
@@ -97,12 +90,12 @@ def pointwise(
     return Pointwise(operands, tuple(call.shapes(r) for r in operands), len(call.shape), again or call.recall())
 
 
-@rule(*_MODULES.split(), *_FUNCTIONS.split())
+@rule(*kinds(*_KINDS.split(", ")), "detach", "zeros_like", "ones_like", "full_like")
 def _elementwise(call: StreamCall) -> Pointwise:
     return pointwise(call, call.tensors())
 
 
-@rule("PReLU", "prelu")
+@rule("prelu")
 def _prelu(call: StreamCall) -> Pointwise:
     weight: Any = call.state("weight") if call.module is not None else call.bound("input weight")["weight"]
     source = call.input()
@@ -130,19 +123,16 @@ class _Weighted(Pointwise):
         return dim if operand == 0 else None
 
 
-@rule(
-    *(f"{name}" for name in ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")),
-    *(f"{name}" for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "AlphaDropout", "FeatureAlphaDropout")),
-)
+@rule(*kinds("dropout", "alpha dropout"))
 def _dropout(call: StreamCall) -> RegionRule:
     source = call.input()
     if call.module is not None:
         rate, active = float(call.module.p), call.module.training  # type: ignore[arg-type]
     else:
         given = call.bound("input p training inplace", p=0.5, training=True, inplace=False)
-        rate, active = given["p"], given["training"]
+        rate, active = given["p"], given.get("train", given["training"])
     if not active or rate == 0:
         return pointwise(call, (source,), lambda crops: crops[0])
-    if "Alpha" in call.type:
+    if call.operation in kinds("alpha dropout"):
         raise NotStreamable("alpha dropout has no rule")
-    return Dropout((source,), call.name, call.shape, rate, call.type[-2:] in ("1d", "2d", "3d"))
+    return Dropout((source,), call.name, call.shape, rate, call.operation != "dropout")

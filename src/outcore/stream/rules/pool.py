@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import AdaptiveWindow, Interval, Region, SlidingWindow
+from outcore.ops.registry import kinds, spatial_dims
 from outcore.stream.call import NotStreamable, Reduction, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess
 from outcore.stream.rules.border import Reading
@@ -163,7 +164,7 @@ def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ..
         source = call.input()
     else:
         names = "input kernel_size stride padding dilation ceil_mode return_indices"
-        if "avg" in call.type:
+        if call.operation in kinds("average pool"):
             names = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
         given = call.bound(names)
         source = given["input"]
@@ -177,13 +178,13 @@ def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ..
 
 def max_windows(call: StreamCall) -> tuple[tuple[Ref, ...], tuple[SlidingWindow, ...], Reading]:
     """What a maximum pool is bound to."""
-    source, windows, _ = _windows(call, int(call.type[-2]))
+    source, windows, _ = _windows(call, spatial_dims(call.type))
     return (source,), windows, Reading(tuple(w.size for w in windows), "constant", float("-inf"))
 
 
-@rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("AvgPool", "avg_pool")))
+@rule(*kinds("average pool"))
 def _average_pool(call: StreamCall) -> AveragePool:
-    source, windows, given = _windows(call, int(call.type[-2]))
+    source, windows, given = _windows(call, spatial_dims(call.type))
     return AveragePool(
         (source,),
         windows,
@@ -194,17 +195,14 @@ def _average_pool(call: StreamCall) -> AveragePool:
     )
 
 
-@rule(
-    *(f"{name}{n}d" for n in (1, 2, 3) for name in ("AdaptiveAvgPool", "adaptive_avg_pool")),
-    *(f"{name}{n}d" for n in (1, 2, 3) for name in ("AdaptiveMaxPool", "adaptive_max_pool")),
-)
+@rule(*kinds("adaptive average pool", "adaptive max pool"))
 def _adaptive(call: StreamCall) -> RegionRule | Reduction:
     source = call.input()
-    count = int(call.type[-2])
+    count = spatial_dims(call.type)
     shape = call.shapes(source)
     dims = tuple(range(len(shape) - count, len(shape)))
     bins = tuple(AdaptiveWindow(n, m) for n, m in zip(shape[-count:], call.shape[-count:], strict=True))
-    maximum = "max" in call.type.lower()
+    maximum = call.operation in kinds("adaptive max pool")
     if getattr(call.module, "return_indices", False) or "return_indices" in call.kwargs:
         raise NotStreamable("it returns indices")
     if all(b.bins == 1 for b in bins):

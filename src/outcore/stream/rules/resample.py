@@ -80,7 +80,7 @@ def _along(x: torch.Tensor, dim: int, resample: InterpolationWindow, start: int,
     return made
 
 
-@rule("interpolate", "upsample", "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d")
+@rule("interpolate")
 def _interpolation(call: StreamCall) -> RegionRule:
     source = call.input()
     if call.module is not None:

@@ -16,6 +16,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Interval, Region, SlidingWindow, sizes
+from outcore.ops.registry import kinds, spatial_dims
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.pool import MAX_POOLS, MaxPool, max_windows
@@ -107,12 +108,12 @@ def _moved(found: torch.Tensor, local: Sequence[int], reach: Sequence[Interval],
     return made
 
 
-@rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("MaxPool", "max_pool")))
+@rule(*kinds("max pool"))
 def _max_pool(call: StreamCall) -> MaxPool:
     return (MaxPositions if call.index else MaxPool)(*max_windows(call))
 
 
-@rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("MaxUnpool", "max_unpool")))
+@rule(*kinds("unpool"))
 def _unpool(call: StreamCall) -> Unpool:
     if call.module is not None:
         m: Any = call.module
@@ -121,7 +122,7 @@ def _unpool(call: StreamCall) -> Unpool:
     else:
         given = call.bound("input indices kernel_size stride padding output_size")
         refs = (given["input"], given["indices"])
-    count = int(call.type[-2])
+    count = spatial_dims(call.type)
     kernel = each(given["kernel_size"], count)
     stride = each(given["stride"], count) if given.get("stride") not in (None, [], ()) else kernel
     low = each(given.get("padding") or 0, count)

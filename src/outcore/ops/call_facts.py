@@ -1,4 +1,4 @@
-"""One operation, and what its backward keeps.
+"""One call of an operation as rules look at it, and a tensor that its backward keeps.
 
 `KeptTensor` is one tensor that autograd holds between forward and backward. It is either something the graph knows (an
 input, the output, a parameter) or *derived*: made by the operation for its backward alone, with a size that follows
@@ -7,11 +7,11 @@ from the shapes of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-__all__ = ["CallFacts", "KeptTensor", "Op", "Operand"]
+__all__ = ["CallFacts", "KeptTensor", "Operand"]
 
 What = Literal["input", "output", "parameter", "derived"]
 
@@ -68,20 +68,3 @@ class KeptTensor:
     def applies(self, facts: CallFacts) -> bool:
         """Whether it is kept in this call."""
         return self.when is None or self.when(facts)
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """What we know about one operation."""
-
-    name: str
-    types: tuple[str, ...]
-    """Classes of torch.nn and names of functions that are this operation."""
-    keeps: tuple[KeptTensor, ...] = ()
-    """What its backward keeps."""
-    keeps_on: Mapping[str, tuple[KeptTensor, ...]] = field(default_factory=dict)
-    """The same for kinds of devices that keep something else."""
-
-    def kept(self, device_kind: str) -> tuple[KeptTensor, ...]:
-        """What it keeps on a kind of device ("cpu", "cuda")."""
-        return self.keeps_on.get(device_kind, self.keeps)
