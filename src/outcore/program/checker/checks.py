@@ -11,8 +11,8 @@ parameter, once, and ends:
 - a stage's gradients are added over all ranks that hold it, after their last backward; then it steps, once on each;
 - followed in order, with reductions as barriers, all ranks reach the end;
 - copies and scripts fetch what they evicted before it is needed;
-- a script that says what is computed leaves out no call, and no tile; its passes begin when what they read is whole, and
-  are sent back in the other direction;
+- a script that says what is computed leaves out no call and no tile; its passes begin when what they read is whole,
+  and are sent back in the other direction;
 - the simulated peak of each rank is within its cap.
 
 A program of forwards alone evaluates: it saves, reduces and steps nothing.

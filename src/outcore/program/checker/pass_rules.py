@@ -108,6 +108,8 @@ def _forward(spot: InstructionAt, script: Script) -> _Done:
                 tiles.end(f"{_named(action)} begins")
                 _check_reads(spot, action, there.whole)
                 if action.reads or action.makes:
+                    if _key(action) in map(_key, there.steps):
+                        refuse(spot, f"its script computes {_named(action)} twice")
                     there.steps.append(action)
                 there.whole |= set(action.makes)
             case Drop(value):
@@ -161,7 +163,7 @@ def _check_reads(spot: InstructionAt, action: Pass | Run, whole: set[str]) -> No
 
 
 def _key(action: Pass | Run) -> tuple[str, ...]:
-    return ("pass", action.name) if isinstance(action, Pass) else ("run", *action.calls)
+    return ("pass", action.name) if isinstance(action, Pass) else ("run", *action.calls, "", *action.makes)
 
 
 def _named(action: Pass | Run) -> str:

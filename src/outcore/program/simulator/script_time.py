@@ -76,7 +76,7 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
             else:
                 events.append(performance.event(COMPUTE, label, f"{label} {action.value}", now, end))
             now = end
-            if isinstance(action, Run | Tile) and following[at] < beside:  # its workspace is free before the next begins
+            if isinstance(action, Run | Tile) and following[at] < beside:  # its workspace is free again
                 hold(now, following[at] - beside)
                 beside = following[at]
             if isinstance(action, Encode):

@@ -80,6 +80,8 @@ class StreamBytes:
     """Prefetched pixels, in host memory."""
     workspace: int = 0
     """The largest workspace of an operation."""
+    training: bool = True
+    """Whether there is a backward pass."""
 
     @property
     def peak(self) -> int:
@@ -87,7 +89,7 @@ class StreamBytes:
         maps = self.kept + self.boundary
         first = maps + self.tile_forward
         rest = maps + self.tail + self.gradients
-        second = maps + self.output + self.kept + self.tile_backward + self.gradients
+        second = maps + self.output + self.kept + self.tile_backward + self.gradients if self.training else 0
         return self.parameters + self.small + self.workspace + max(first, rest, second)
 
 
@@ -253,6 +255,7 @@ def predict_bytes(
         small=small,
         tail=_tail_bytes(prepared, training=training) if rest is None else rest.peak_bytes,
         read=pixels * (workers + 1),
+        training=training,
     )
 
 
