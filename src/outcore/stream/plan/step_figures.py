@@ -3,7 +3,8 @@
 Tiles of equal sizes take the same, so one of each is looked at. Times are those of `TileTimes`; with maps in host
 memory a tile's copies to and from them are part of it, because they wait in the same queue. Bytes of the largest tile
 are those that were found by running it on fake tensors, and the others' in proportion to their elements, which was seen
-to be right to about one in a hundred; without gradients, the values that are alive at once are added up.
+to be right to about one in a hundred. Without gradients, the values that are alive at once are added up, times what the
+largest tile was found to take over that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.prepared import PreparedStream
-from outcore.stream.plan.tile_memory import StreamBytes
+from outcore.stream.plan.tile_memory import StreamBytes, held_elements, tile_bytes
 from outcore.stream.plan.tiles import TilePlan, plan_tile
 from outcore.stream.plan.time_model import TileTimes
 
@@ -92,9 +93,18 @@ class StepFigures:
         return tuple(found)
 
     @cached_property
-    def _most(self) -> int:
-        """The elements of the largest tile."""
-        return max(plan.elements() for sizes in self._sizes for plan in sizes.values())
+    def _largest(self) -> tuple[TilePass, TilePlan]:
+        """The tile that holds the most elements, and its pass."""
+        stages = self.prepared.streaming.stages
+        every = ((stage, plan) for stage, sizes in zip(stages, self._sizes, strict=True) for plan in sizes.values())
+        return max(every, key=lambda found: held_elements(*found))
+
+    @cached_property
+    def _without_gradients(self) -> float:
+        """Bytes of a tile that runs without gradients, over those of its values that are there at once."""
+        stage, plan = self._largest
+        counted = tile_bytes(self.prepared.network, stage, plan, training=False).forward
+        return counted / max(1, alive(self.prepared.network, stage, plan))
 
     def _cost(self, stage: TilePass, kind: int, plan: TilePlan) -> TileCost:
         network, held = self.prepared.network, self.bytes
@@ -105,9 +115,12 @@ class StepFigures:
             written = sum(_size(network, v, r) for v, r in plan.targets.items() if v in kept)
             forward_s += (read + written) / HOST_BYTES_PER_S
             backward_s += (read + written) / HOST_BYTES_PER_S  # their gradients
-        share = plan.elements() / self._most
+        share = held_elements(stage, plan) / held_elements(*self._largest)
         backward = int(held.tile_backward * share)
-        forward = min(alive(network, stage, plan), backward) if held.training else int(held.tile_forward * share)
+        if held.training:
+            forward = min(int(self._without_gradients * alive(network, stage, plan)), backward)
+        else:
+            forward = int(held.tile_forward * share)
         gradients_of_maps = held.output + held.kept
         return TileCost(
             kind,
