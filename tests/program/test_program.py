@@ -25,7 +25,7 @@ from outcore.program import (
     schedules,
     simulate,
 )
-from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
+from outcore.program.script import Decode, Encode, Evict, Fetch, Pass, Recompute, Run, Tile, Wait
 from tests.program.networks import programs
 
 SCRIPTED = Program(
@@ -33,7 +33,17 @@ SCRIPTED = Program(
     (
         (
             Forward(
-                0, 0, 0, (Run(("a", "b"), 0.5), Evict("a:out", 8), Encode("b:out", "bits", 4, 0.1), Tile("y", 0, 1))
+                0,
+                0,
+                0,
+                (
+                    Pass("first", 2, ("f",), makes=("y",), on_host=("y",), ahead=3, gradient=True, saves=8),
+                    Tile("first", 1, 4, 0.2, 0.1, 16),
+                    Tile("first", 0),
+                    Run(("a", "b"), 0.5, reads=("y",)),
+                    Evict("a:out", 8),
+                    Encode("b:out", "bits", 4, 0.1),
+                ),
             ),
             CopyOut(0, 0, 16, value="c:out"),
             CopyIn(0, 0, 16, value="c:out"),

@@ -7,6 +7,13 @@ value must have come back.
     forward   Run(conv1) Run(bn1) Evict(conv1:out) Drop(bn1:out) Run(relu1) Release(conv1:out) Encode(relu1:out) …
     backward  Fetch(conv1:out) Run(…) Decode(relu1:out) Wait(conv1:out) Recompute(bn1:out) Run(bn1) Drop(bn1:out) …
 
+Where an image is computed tile by tile, a `Pass` says what its tiles compute and what they read of passes before it;
+its `Tile` actions follow. A value that a pass makes is whole when the last of its tiles is done, so whoever reads it
+comes later; backward goes through the passes in the other direction, and runs every tile once more:
+
+    forward   Pass(a) Tile(a, 0) Tile(a, 1) … Run(tail)
+    backward  Run(tail) Pass(a, gradient) Tile(a, 0) Tile(a, 1) …
+
 A script without `Run` or `Tile` leaves the stage's computing whole: before the first action of a forward, after the
 last of a backward. Whatever is still held for the micro-batch is freed when its backward ends.
 """
@@ -27,6 +34,7 @@ __all__ = [
     "Encode",
     "Evict",
     "Fetch",
+    "Pass",
     "Recompute",
     "Release",
     "Run",
@@ -48,6 +56,10 @@ class Run:
     """Bytes of the values it makes that later actions drop, evict or encode."""
     bytes: int = 0
     """What is held while it runs beside such values: weights, gradients, kept values, workspace."""
+    reads: tuple[str, ...] = ()
+    """Values of passes, or of runs between them, that it starts from."""
+    makes: tuple[str, ...] = ()
+    """Values that later passes read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +134,54 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Compute one tile of `count` of the streamed part, whose output is `value`."""
+class Pass:
+    """Begin a pass over the tiles of an image: `count` of them follow, each once."""
 
-    value: str
-    index: int
+    name: str
     count: int
     calls: tuple[str, ...] = ()
+    """What every tile computes."""
+    reads: tuple[str, ...] = ()
+    """Values of earlier passes and runs that its tiles read: whole before it begins."""
+    makes: tuple[str, ...] = ()
+    """Values that are whole when its last tile is done: maps, statistics, sums."""
+    on_host: tuple[str, ...] = ()
+    """Those that are put together in host memory."""
+    ahead: int = 0
+    """Tiles whose pixels are read while another is computed."""
+    gradient: bool = False
+    """Whether its tiles run with gradients on and are sent back at once."""
+    saves: int = 0
+    """Bytes of the maps that it puts together, held until they are dropped or the backward ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Compute one tile of the pass that is under way."""
+
+    name: str
+    """The pass."""
+    index: int
+    kind: int = 0
+    """Tiles of one kind take the same time and memory."""
     time_s: float = 0.0
+    again_s: float = 0.0
+    """Of that, running it forward once more."""
+    bytes: int = 0
+    """What is held while it runs beside the maps: the tile, gradients of maps, workspace."""
 
 
-Action: TypeAlias = Run | Evict | Release | Fetch | Wait | Drop | Recompute | Encode | Decode | Tile
+Action: TypeAlias = Run | Evict | Release | Fetch | Wait | Drop | Recompute | Encode | Decode | Pass | Tile
 Script: TypeAlias = tuple[Action, ...]
 
 _KINDS: dict[str, type[Action]] = {
-    kind.__name__.lower(): kind for kind in (Run, Evict, Release, Fetch, Wait, Drop, Recompute, Encode, Decode, Tile)
+    kind.__name__.lower(): kind
+    for kind in (Run, Evict, Release, Fetch, Wait, Drop, Recompute, Encode, Decode, Pass, Tile)
 }
 
 
-_OMITTED = {"saves", "released"}
+_OMITTED = {"saves", "released", "reads", "makes", "on_host", "ahead", "gradient", "again_s", "kind"}
+"""Fields that are left out where they say nothing."""
 
 
 def action_to_json(action: Action) -> dict[str, Any]:

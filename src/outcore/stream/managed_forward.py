@@ -112,7 +112,7 @@ class StreamedForward:
     def streamed(self) -> Streamed:
         """The model, streamed; made when it is first needed."""
         if self._streamed is None:
-            workers = _READERS if device_of(self.model).type == "cuda" else 1
+            workers = _readers(self.model)
             if self.wanted.by_hand is not None:
                 self._streamed = stream(self.model, **how_of(self.wanted.by_hand), workers=workers)
             else:
@@ -151,6 +151,7 @@ class StreamedForward:
                 f"the {format_bytes(wanted.budget_bytes or 0)} that are allowed; give images lazily (outcore.data)"
             )
         options: dict[str, Any] = {"memory": memory, "costs": costs, "dense": dense, "policies": True}
+        options["workers"] = _readers(self.model)
         try:
             return plan_tiles(graph, statistics=wanted.statistics, **options)
         except (PlanError, StreamError) as refused:
@@ -278,6 +279,10 @@ def has_lazy(tree: Any) -> bool:
         return isinstance(leaf, LazyImage)
 
     return inside(found)
+
+
+def _readers(model: nn.Module) -> int:
+    return _READERS if device_of(model).type == "cuda" else 1
 
 
 def bytes_on(device: torch.device, tree: Any) -> int:

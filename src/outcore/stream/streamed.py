@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
+from outcore.program.script import Script
 from outcore.stream.arguments import LazyImage, device_of, is_shape, whole_image, with_fake_tensors, with_lazy_images
 from outcore.stream.execute.boundary import run, run_loss
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
 from outcore.stream.execute.step_context import TileCounts, TileOptions
+from outcore.stream.execute.tile_schedule import TileSchedule, compile_tiles
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.plan.plan import StreamPlan, plan_tiles
-from outcore.stream.plan.prepared import PreparedStream, bound, divided
+from outcore.stream.plan.prepared import PreparedStream, StreamMode, bound, divided
+from outcore.stream.plan.script import emit
 from outcore.stream.source import StreamedImage, image_of
 
 __all__ = ["StreamOptions", "Streamed", "stream"]
@@ -61,6 +64,8 @@ class StreamOptions:
     fold: bool = True
     rest: Mapping[str, str] | None = None
     """Policies of the untiled tail."""
+    on_host: bool = False
+    """Keep maps that later passes start from in host memory."""
 
     def __post_init__(self) -> None:
         if self.tile is None and self.memory is None:
@@ -89,6 +94,8 @@ class Streamed(nn.Module):
         self._versions = RecordingVersions()
         self._rests: dict[int, UntiledTail] = {}
         """By the identity of what was prepared."""
+        self._schedules: dict[tuple[int, StreamMode], tuple[tuple[Script, Script], TileSchedule]] = {}
+        """By the same and how it is run: the scripts, and what they were compiled to."""
         self._step = 0
 
     @property
@@ -129,7 +136,7 @@ class Streamed(nn.Module):
             skip: regions of the output that are not wanted, of those that an earlier call gave.
             kwargs: as the model takes them.
         """
-        prepared, execution, _ = self._begin(args, kwargs, dense=True)
+        prepared, execution, _ = self._begin(args, kwargs, dense=True, training=False)
         if not prepared.is_map:
             raise StreamError("the network is not streamed to one output that is a map; call it for its output")
         yield from execution.output_tiles(skip)
@@ -162,7 +169,7 @@ class Streamed(nn.Module):
         return self._prepare(*with_fake_tensors((tuple(shapes), kwargs)), dense=False)
 
     def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool = False, training: bool = True
     ) -> tuple[PreparedStream, Execution, dict[str, torch.Tensor | StreamedImage]]:
         device = device_of(self.model)
         args, kwargs = with_lazy_images((args, kwargs))
@@ -180,6 +187,7 @@ class Streamed(nn.Module):
             prepared.network,
             prepared.streaming,
             prepared.kinds,
+            self.schedule(prepared, StreamMode(training, dense and prepared.is_map, self.options.workers)),
             {name: image_of(x) for name, x in given.items() if name in streamed},
             {name: x for name, x in given.items() if name not in streamed and isinstance(x, torch.Tensor)},
             frozenset(name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad),
@@ -209,23 +217,52 @@ class Streamed(nn.Module):
         return self._prepared[key]
 
     def _forget(self, key: Hashable) -> None:
-        self._rests.pop(id(self._prepared.pop(key, None)), None)
+        gone = id(self._prepared.pop(key, None))
+        self._rests.pop(gone, None)
+        self._schedules = {known: made for known, made in self._schedules.items() if known[0] != gone}
 
     def _ready(self, graph: Graph, dense: bool) -> PreparedStream:
         how, network = self.how, bound(graph, folded=self.how.fold)
         if how.tile is not None:
-            prepared = divided(network, tile=how.tile, boundary=how.boundary, statistics=how.statistics, keep=how.keep)
+            prepared = divided(
+                network,
+                tile=how.tile,
+                boundary=how.boundary,
+                statistics=how.statistics,
+                keep=how.keep,
+                on_host=how.on_host,
+            )
             return self._with_rest(prepared, how.rest)
         pixels = max((math.prod(network.shapes[name][2:]) for name in network.inputs), default=1)
-        known = [p.at(pixels) for one_pass, p in reversed(self.plans) if one_pass == dense]
-        plan = next((p for p in known if p is not None), None)
+        mode = StreamMode(True, dense, self.options.workers)
+        made = [p for one_pass, p in reversed(self.plans) if one_pass == dense]
+        exact = [p for p in made if p.step is not None and p.step.is_for(graph, mode)]
+        plan = next((p for p in (*exact, *(p.at(pixels) for p in made)) if p is not None), None)
         if plan is None:
             plan = (self.planner or self._planned)(graph, dense)
             self.plans.append((dense, plan))
-        prepared = divided(network, tile=plan.tile, boundary=plan.boundary, statistics=plan.statistics, keep=plan.keep)
-        if plan.on_host:
-            self.options = replace(self.options, maps_on_host=True)
+        prepared = divided(
+            network,
+            tile=plan.tile,
+            boundary=plan.boundary,
+            statistics=plan.statistics,
+            keep=plan.keep,
+            on_host=plan.on_host or how.on_host,
+        )
+        if plan.step is not None and plan.step.is_for(graph, mode) and plan.on_host == prepared.on_host:
+            prepared.scripts[mode] = plan.step.forward, plan.step.backward
         return self._with_rest(prepared, plan.rest)
+
+    def schedule(self, prepared: PreparedStream, mode: StreamMode) -> TileSchedule:
+        """What is executed, compiled from the scripts of a step."""
+        if mode not in prepared.scripts:
+            prepared.scripts[mode] = emit(prepared, mode)
+        scripts = prepared.scripts[mode]
+        known = self._schedules.get((id(prepared), mode))
+        if known is None or known[0] is not scripts:
+            made = compile_tiles(*scripts, prepared.streaming, tuple(prepared.graph.calls))
+            self._schedules[id(prepared), mode] = known = scripts, made
+        return known[1]
 
     def _with_rest(self, prepared: PreparedStream, policy: Mapping[str, str] | None) -> PreparedStream:
         if policy:
@@ -236,7 +273,14 @@ class Streamed(nn.Module):
 
     def _planned(self, graph: Graph, dense: bool) -> StreamPlan:
         how = self.how
-        return plan_tiles(graph, memory=how.memory, statistics=how.statistics, fold=how.fold, dense=dense)
+        return plan_tiles(
+            graph,
+            memory=how.memory,
+            statistics=how.statistics,
+            fold=how.fold,
+            dense=dense,
+            workers=self.options.workers,
+        )
 
     def _finish(self, prepared: PreparedStream, values: dict[str, Any], given: dict[str, Any]) -> Any:
         """Run the untiled tail."""
@@ -293,9 +337,10 @@ def stream(
         frozenset(keep),
         fold,
         rest,
+        maps_on_host,
     )
     return Streamed(
         model,
         how,
-        TileOptions(workers, duplicates, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache),
+        TileOptions(workers, duplicates, parse_bytes(cache) if isinstance(cache, str) else cache),
     )

@@ -28,7 +28,7 @@ from outcore.program import (
     compile_program,
     simulate,
 )
-from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
+from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Wait
 from tests.program.networks import programs, random_stages, stages
 from tests.program.toy import Toy, sample, whole
 
@@ -260,16 +260,12 @@ def test_scripts_use_only_what_is_there() -> None:
     forward = (Run(("conv",), 1.0), Evict("x", 8), Encode("r", "bits", 4), Run(("fc",), 1.0))
     backward = (Fetch("x", 8), Decode("r", "bits", 4), Wait("x"), Recompute("b", ("bn",), 2), Run(("conv",), 2.0))
     check(alone(Forward(0, 0, 0, forward), Backward(0, 0, 0, backward)), ONE)
-    tiles = tuple(Tile("y", index, 3) for index in range(3))
-    check(alone(Forward(0, 0, 0, tiles), Backward(0, 0)), ONE)
     for first, second, reason in (
         (forward, backward[1:], "not fetched"),
         (forward, (backward[1],), "'x' was evicted and is never fetched"),
         (forward[:1], backward, "fetches 'x', which was not evicted"),
         (forward[:2], backward, "decodes 'r'"),
         ((*forward, Evict("x", 8)), backward, "gone already"),
-        (tiles[1:], (), "tiles"),
-        ((*tiles, tiles[0]), (), "tiles"),
     ):
         with pytest.raises(ProgramError, match=reason):
             check(alone(Forward(0, 0, 0, first), Backward(0, 0, 0, second)), ONE)

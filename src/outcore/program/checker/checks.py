@@ -11,6 +11,8 @@ parameter, once, and ends:
 - a stage's gradients are added over all ranks that hold it, after their last backward; then it steps, once on each;
 - followed in order, with reductions as barriers, all ranks reach the end;
 - copies and scripts fetch what they evicted before it is needed;
+- a script that says what is computed leaves out no call and no tile; its passes begin when what they read is whole,
+  and are sent back in the other direction;
 - the simulated peak of each rank is within its cap.
 
 A program of forwards alone evaluates: it saves, reduces and steps nothing.
@@ -55,8 +57,8 @@ def check(
     check_copies(index)
     check_updates(index)
     check_end(index)
-    for of, backward in index.backwards.items():
-        check_scripts(index.forwards[of], backward)
+    for of, forward in index.forwards.items():
+        check_scripts(forward, index.backwards.get(of), stages.stages[of[0]].calls)
     if memory_bytes is not None:
         check_memory(program, simulate(program, stages, links), memory_bytes)
 

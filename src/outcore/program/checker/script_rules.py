@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from outcore.program.checker.pass_rules import check_calls, check_passes
 from outcore.program.index import InstructionAt, refuse
 from outcore.program.instructions import Backward, Forward
-from outcore.program.script import Decode, Drop, Encode, Evict, Fetch, Recompute, Release, Script, Tile, Wait
+from outcore.program.script import Decode, Drop, Encode, Evict, Fetch, Recompute, Release, Script, Wait
 
 __all__ = ["check_scripts"]
 
 
-def check_scripts(forward: InstructionAt, backward: InstructionAt) -> None:
-    """Raise `ProgramError` if the scripts of a micro-batch use what is not there."""
-    assert isinstance(forward.instruction, Forward) and isinstance(backward.instruction, Backward)
+def check_scripts(forward: InstructionAt, backward: InstructionAt | None, calls: Sequence[str] = ()) -> None:
+    """Raise `ProgramError` if the scripts of a micro-batch use what is not there.
+
+    Args:
+        forward: of the micro-batch.
+        backward: of the same; None where nothing is trained.
+        calls: of the stage.
+    """
+    assert isinstance(forward.instruction, Forward)
+    script = forward.instruction.script
+    back = backward.instruction.script if backward is not None and isinstance(backward.instruction, Backward) else ()
+    check_calls(forward, script, calls)
+    check_passes(forward, script, backward, back)
+    _check_values(forward, script, backward or forward, back)
+
+
+def _check_values(forward: InstructionAt, script: Script, backward: InstructionAt, back: Script) -> None:
     gone: set[str] = set()
     fetching: set[str] = set()
     encoded: dict[str, str] = {}
     leaving: set[str] = set()
     dropped: set[str] = set()
-    for spot, script in ((forward, forward.instruction.script), (backward, backward.instruction.script)):
-        for action in script:
+    for spot, actions in ((forward, script), (backward, back)):
+        for action in actions:
             match action:
                 case Evict(value) if value in gone:
                     refuse(spot, f"its script evicts {value!r}, which is gone already")
@@ -48,17 +65,5 @@ def check_scripts(forward: InstructionAt, backward: InstructionAt) -> None:
                     encoded[value] = codec
                 case Decode(value, codec) if encoded.get(value) != codec:
                     refuse(spot, f"its script decodes {value!r} from {codec}; it is encoded as {encoded.get(value)}")
-        _check_tiles(spot, script)
     if gone:
         refuse(backward, f"{min(gone)!r} was evicted and is never fetched")
-
-
-def _check_tiles(spot: InstructionAt, script: Script) -> None:
-    tiles: dict[str, list[Tile]] = {}
-    for action in script:
-        if isinstance(action, Tile):
-            tiles.setdefault(action.value, []).append(action)
-    for value, found in tiles.items():
-        indices, counts = sorted(tile.index for tile in found), {tile.count for tile in found}
-        if counts != {len(found)} or indices != list(range(len(found))):
-            refuse(spot, f"its script computes tiles {indices} of {value!r}, said to be {sorted(counts)} in number")

@@ -2,7 +2,9 @@
 
 The script is walked in order: what computes moves the clock on, copies are started at the clock and end when the link
 lets them, a wait or release moves the clock to the end of its copy. Memory follows the clock: what a `Run` saves is
-held from its beginning; of what it holds beside that, as much as the next one holds too stays in between.
+held from its beginning; of what it holds beside that, as much as the next one holds too stays in between. A `Tile` is
+a run in this; the maps of a `Pass` are held from its first tile on. A tile that is run again for its backward shows as
+two events.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outcore.program.instructions import Compute, Forward
-from outcore.program.script import Action, Decode, Drop, Encode, Evict, Fetch, Recompute, Release, Run, Tile, Wait
+from outcore.program.script import Action, Decode, Drop, Encode, Evict, Fetch, Pass, Recompute, Release, Run, Tile, Wait
 from outcore.program.simulator.links import LinkSchedule
 from outcore.program.stages import Stage
 from outcore.program.timeline import COMPUTE, Event
@@ -53,8 +55,9 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
     beside = 0
     following = _bytes_of_next_run(script)
     for at, action in enumerate(script):
-        if isinstance(action, Run):
+        if isinstance(action, Run | Pass):
             hold(now, action.saves)
+        if isinstance(action, Run | Tile):
             hold(now, action.bytes - beside)
             beside = action.bytes
         if isinstance(action, Run | Tile | Recompute | Encode | Decode):
@@ -64,10 +67,16 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
             label = type(action).__name__.lower()
             if isinstance(action, Run):
                 events.append(performance.event(COMPUTE, kind, str(instruction), now, end))
+            elif isinstance(action, Tile):
+                name = f"{action.name}, tile {action.index}"
+                if action.again_s:
+                    events.append(performance.event(COMPUTE, "recompute", name, now, now + action.again_s))
+                back = "backward" if action.again_s else kind
+                events.append(performance.event(COMPUTE, back, name, now + action.again_s, end))
             else:
                 events.append(performance.event(COMPUTE, label, f"{label} {action.value}", now, end))
             now = end
-            if isinstance(action, Run) and following[at] < beside:  # its workspace is free before the next begins
+            if isinstance(action, Run | Tile) and following[at] < beside:  # its workspace is free again
                 hold(now, following[at] - beside)
                 beside = following[at]
             if isinstance(action, Encode):
@@ -96,11 +105,11 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
 
 
 def _bytes_of_next_run(script: Sequence[Action]) -> list[int]:
-    """For every action, what the next `Run` holds; nothing after the last."""
+    """For every action, what the next `Run` or `Tile` holds; nothing after the last."""
     found, following = [0] * len(script), 0
     for at in range(len(script) - 1, -1, -1):
         found[at] = following
         action = script[at]
-        if isinstance(action, Run):
+        if isinstance(action, Run | Tile):
             following = action.bytes
     return found

@@ -3,7 +3,7 @@
 Forward runs every tile without gradients and keeps only its results: its piece of the boundary map, its terms of the
 statistics. Backward runs every tile once more, with gradients on, passes it its slice of the gradients and adds up the
 gradients of parameters and inputs. The tiles' graphs are freed one by one, so memory is that of one tile and of the
-maps.
+maps. What comes when is in the compiled script of the step (`outcore.stream.execute.tile_schedule`).
 
 Sums over tiles are kept in float32 where the tensors are of half precision: hundreds of small terms are added.
 """
@@ -22,6 +22,7 @@ from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.running_statistics import update_statistics
 from outcore.stream.execute.step_context import StepContext
 from outcore.stream.execute.tile_dedup import IdenticalTiles, TileDedup
+from outcore.stream.execute.tile_schedule import GlobalsStep, PassStep
 from outcore.stream.plan.passes import TilePass
 
 __all__ = ["Execution"]
@@ -34,33 +35,30 @@ class Execution(StepContext):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.states: dict[str, Any] = {}
-        self.globals: list[GlobalNodes] = []
+        self.globals: dict[int, GlobalNodes] = {}
         self.duplicates = [TileDedup() for _ in self.streaming.stages]
 
     # Forward
 
     def forward(self) -> dict[str, torch.Tensor]:
         """The boundary values."""
-        for index in range(len(self.streaming.stages)):
-            self.forward_stage(index)
+        for step in self.schedule.forward:
+            self.run_step(step)
         made = {v: self.store.here(v) for v in self.streaming.boundary}
         for name in self.streaming.passing:  # the rest has it, and lets it go when it can
             del self.store.values[name]
         return made
 
     def output_tiles(self, skip: Collection[Region] = ()) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The parts of the one map that the last stage makes, one after the other, without those in `skip`."""
-        last = len(self.streaming.stages) - 1
-        for index in range(last):
-            self.forward_stage(index)
-        self.run_globals(last)
-        stage = self.streaming.stages[last]
+        """The parts of the one map that the last pass makes, one after the other, without those in `skip`."""
+        step = self.run_before_last()
+        stage = self.streaming.stages[step.index]
         state = self.state_of(stage)
         (name,) = stage.maps
         duplicates: dict[Hashable, torch.Tensor] = {}
         """The latest part of one colour; one of every colour and kind would be more than the budget counts."""
-        wanted = (plan for plan in self.plans(last) if plan.targets[name] not in skip)
-        for plan, pixels in self.read(stage, wanted):
+        wanted = (plan for plan in self.plans(step) if plan.targets[name] not in skip)
+        for plan, pixels in self.read(step, wanted):
             key = self.duplicate_key(stage, plan, pixels)
             part = duplicates.get(key)
             if part is None:
@@ -73,23 +71,31 @@ class Execution(StepContext):
                 duplicates = {key: part}
             yield plan.targets[name], part
 
-    def run_globals(self, index: int) -> None:
-        """Run the global nodes before a pass."""
-        done = GlobalNodes.run(self.network, self.streaming.stages[index].globals, self.store.values, self.wants)
-        self.globals.append(done)
+    def run_before_last(self) -> PassStep:
+        """Run everything before the last pass over the tiles, and say which that is."""
+        *before, last = self.schedule.forward
+        for step in before:
+            self.run_step(step)
+        assert isinstance(last, PassStep)
+        return last
+
+    def run_step(self, step: GlobalsStep | PassStep) -> None:
+        """Run one step of the forward: a pass over the tiles, or the global nodes before one."""
+        if isinstance(step, PassStep):
+            with torch.no_grad():
+                self._pass(step)
+            return
+        nodes = self.streaming.stages[step.index].globals
+        done = GlobalNodes.run(self.network, nodes, self.store.values, self.wants)
+        self.globals[step.index] = done
         self.store.values.update({name: t.detach() for name, t in done.outputs.items()})
 
-    def forward_stage(self, index: int) -> None:
-        """One pass, with the global nodes before it."""
-        self.run_globals(index)
-        with torch.no_grad():
-            self._pass(index, self.streaming.stages[index])
-
-    def _pass(self, index: int, stage: TilePass) -> None:
+    def _pass(self, step: PassStep) -> None:
+        index, stage = step.index, self.streaming.stages[step.index]
         state = self.state_of(stage)
         duplicates = self.duplicates[index]
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
-        for plan, pixels in self.read(stage, self.plans(index)):
+        for plan, pixels in self.read(step, self.plans(step)):
             key = self.duplicate_key(stage, plan, pixels)
             if (identical := duplicates.find(key)) is not None and identical.made is not None:
                 made = identical.made
@@ -125,28 +131,32 @@ class Execution(StepContext):
         """
         sums = GradientSums()
         read = {v for stage in self.streaming.stages for v in (*stage.sources, *stage.smalls)}
-        read |= {v for done in self.globals for v in done.inputs}
+        read |= {v for done in self.globals.values() for v in done.inputs}
         self.store.gradients = {  # what is added to must be ours
             name: g.clone() if name in read else g for name, g in gradients.items() if g is not None
         }
-        self.backward_stages(len(self.streaming.stages), sums)
+        self.send_back(sums)
         return sums, {name: self.store.gradients[name] for name in self.wants if name in self.store.gradients}
 
-    def backward_stages(self, count: int, sums: GradientSums) -> None:
-        """Run backward of the first `count` stages with the gradients of their outputs."""
+    def send_back(self, sums: GradientSums) -> None:
+        """Run the steps of the backward, with the gradients that the store has."""
         with self.context.entered():
-            for index in reversed(range(count)):
-                self._backward_stage(index, self.streaming.stages[index], sums)
-                self.globals[index].backward(self.store, sums)
+            for step in self.schedule.backward:
+                if isinstance(step, PassStep):
+                    self._backward_pass(step, sums)
+                else:
+                    self.globals[step.index].backward(self.store, sums)
 
-    def _backward_stage(self, index: int, stage: TilePass, sums: GradientSums) -> None:
+    def _backward_pass(self, step: PassStep, sums: GradientSums) -> None:
+        stage = self.streaming.stages[step.index]
         if not any(t in self.store.gradients for t in stage.targets):
             return
         state = self.state_of(stage)
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
-        groups = {id(f.plans[0]): f for f in self.duplicates[index].groups}
-        for plan, pixels in self.read(stage, (f.plans[0] for f in self.duplicates[index].groups)):
-            identical = groups[id(plan)]
+        groups = {f.plans[0].index: f for f in self.duplicates[step.index].groups}
+        firsts = (groups[tile].plans[0] for tile in step.tiles if tile in groups)
+        for plan, pixels in self.read(step, firsts):
+            identical = groups[plan.index]
             loaded = self.load(stage, plan, pixels)
             leaves = {name: crop.requires_grad_() for name, crop in loaded.items() if self.is_wanted(name)}
             made = self.compute(stage, plan, loaded, state)

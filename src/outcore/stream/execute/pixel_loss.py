@@ -21,6 +21,7 @@ from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.step_context import PrefetchedPixels
 from outcore.stream.execute.tile_classes import StreamTile
+from outcore.stream.execute.tile_schedule import PassStep
 from outcore.stream.source import StreamedImage
 
 __all__ = ["PixelLoss", "one_pass"]
@@ -59,15 +60,14 @@ class _Pass:
         self.dtype = torch.float32
         """Of the loss."""
 
-    def run(self, index: int) -> None:
-        """The last stage, forward and backward at once."""
-        run, stage = self.execution, self.execution.streaming.stages[index]
+    def run(self, step: PassStep) -> None:
+        """The last pass, forward and backward at once."""
+        run, index = self.execution, step.index
+        stage = run.streaming.stages[index]
         (name,) = run.streaming.boundary
         state = run.state_of(stage)
         waiting: dict[Hashable, tuple[StreamTile, PrefetchedPixels, int]] = {}
-        for plan, pixels in run.read(
-            stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))
-        ):
+        for plan, pixels in run.read(step, run.plans(step), lambda p: self.target.read(self._region(p.targets[name]))):
             key = self._key(index, plan, pixels)
             if key is None:
                 self._tile(index, plan, pixels, state, 1)
@@ -133,17 +133,12 @@ def one_pass(
     """The loss, the sums of the parameters' gradients and the gradients of the inputs that want one."""
     (name,) = execution.streaming.boundary
     shape = execution.network.shapes[name]
-    last = len(execution.streaming.stages) - 1
     if target.shape[0] != shape[0] or tuple(target.shape[-(len(shape) - 2) :]) != shape[2:]:
         raise StreamError(f"the target has shape {tuple(target.shape)}, but the output is {shape}; pixels must agree")
     dense = _Pass(execution, loss, target, gradients)
-    for index in range(last):
-        execution.forward_stage(index)
-    execution.run_globals(last)
-    dense.run(last)
+    dense.run(execution.run_before_last())
     if gradients:
-        execution.globals[last].backward(execution.store, dense.sums)
-        execution.backward_stages(last, dense.sums)
+        execution.send_back(dense.sums)
     assert dense.total is not None
     inputs = {n: execution.store.gradients[n] for n in execution.wants if n in execution.store.gradients}
     return dense.total.to(dense.dtype), dense.sums, inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from outcore.stream.execute.prefetch import read_ahead
 from outcore.stream.execute.tile_classes import StreamTile, TileClasses
 from outcore.stream.execute.tile_dedup import colour
 from outcore.stream.execute.tile_run import run_tile
+from outcore.stream.execute.tile_schedule import PassStep, TileSchedule
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePass, TilePasses
 from outcore.stream.rules.border import sliced
@@ -52,8 +53,6 @@ class TileOptions:
     """Threads that prefetch; 0 to read when needed."""
     duplicates: bool = True
     """Compute tiles of equal, constant pixels once."""
-    maps_on_host: bool = False
-    """Keep maps that later passes start from in host memory."""
     cache_bytes: int = 0
     """Host memory for pixels that a later pass reads again."""
 
@@ -72,6 +71,8 @@ class TileCounts:
     """The intervals of waiting, on the clock of `time.perf_counter`: between two of them, a tile is computed."""
     reads: list[tuple[str, float, float]] = field(default_factory=list)
     """Thread, begin and end of every read of a tile's pixels."""
+    order: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Pass and tile, and whether with gradients, as they came."""
 
 
 @dataclass
@@ -82,6 +83,8 @@ class StepContext:
     streaming: TilePasses
     kinds: Sequence[TileClasses]
     """The tiles of every stage."""
+    schedule: TileSchedule
+    """What is executed, in order."""
     images: Mapping[str, StreamedImage]
     """Streamed inputs."""
     others: Mapping[str, torch.Tensor]
@@ -95,30 +98,28 @@ class StepContext:
     counts: TileCounts = field(default_factory=TileCounts)
 
     def __post_init__(self) -> None:
-        map_devices = {}
-        if self.options.maps_on_host:
-            map_devices = {m: torch.device("cpu") for m in self.streaming.kept}
+        map_devices = {m: torch.device("cpu") for m in self.schedule.on_host}
         self.store = MapStore(self.device, map_devices, dict(self.others))
         self.given = RuleContext(self.seed)
         self.cached: dict[Hashable, PrefetchedPixels] = {}
         self.cached_bytes = 0
         self.lock = threading.Lock()
 
-    def plans(self, index: int) -> Iterator[StreamTile]:
-        """The tiles of a stage."""
-        return iter(self.kinds[index])
+    def plans(self, step: PassStep) -> Iterator[StreamTile]:
+        """The tiles of a pass, in the order of its script."""
+        return map(self.kinds[step.index].at, step.tiles)
 
     def read(
-        self, stage: TilePass, plans: Iterator[StreamTile], beside: Callable[[StreamTile], torch.Tensor] | None = None
+        self, step: PassStep, plans: Iterable[StreamTile], beside: Callable[[StreamTile], torch.Tensor] | None = None
     ) -> Iterator[tuple[StreamTile, PrefetchedPixels]]:
         """Each tile with what its images hold there, read ahead; the waiting is counted.
 
         Args:
-            stage: whose images.
-            plans: its tiles.
+            step: whose images, and how many tiles ahead.
+            plans: those of its tiles that are computed.
             beside: something else that a tile takes, read ahead as well.
         """
-        images = [name for name in stage.sources if name in self.images]
+        images = [name for name in self.streaming.stages[step.index].sources if name in self.images]
 
         def read(plan: StreamTile) -> PrefetchedPixels:
             return pixels(plan) if beside is None else replace(pixels(plan), beside=self._ready(beside(plan)))
@@ -141,7 +142,7 @@ class StepContext:
                     self.cached_bytes += found.bytes
             return found
 
-        tiles = read_ahead(plans, read, self.options.workers)
+        tiles = read_ahead(plans, read, step.ahead)
         while True:
             start = time.perf_counter()
             tile = next(tiles, None)
@@ -149,6 +150,7 @@ class StepContext:
             self.counts.waited_s += self.counts.waits[-1][1] - start
             if tile is None:
                 return
+            self.counts.order.append((step.index, tile[0].index, step.gradient))
             yield tile
             del tile
 

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from outcore.ops.region import Region
+from outcore.ops.region import Region, sizes
 from outcore.stream.execute.tile_dedup import signature
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePass
@@ -45,6 +45,8 @@ class StreamTile:
     kind: Hashable
     """Equal for tiles that compute the same with equal pixels."""
     of: TileClasses = field(repr=False)
+    index: int = 0
+    """Its place among the tiles of its pass, row by row."""
 
     @property
     def plan(self) -> TilePlan:
@@ -57,6 +59,8 @@ class _Place:
     """A place along one axis."""
 
     letter: int
+    size: int
+    """Equal for places whose tiles compute regions of the same sizes."""
     regions: Mapping[str, Region]
     """The regions read by the tile there, in the middle of the other axes."""
 
@@ -70,21 +74,42 @@ class TileClasses:
 
     def __iter__(self) -> Iterator[StreamTile]:
         """All tiles, row by row; those without a part in any target are left out."""
-        for number in self.cut.tiles():
-            if (tile := self.tile(number)) is not None:
-                yield tile
+        return map(self.at, range(len(self.numbers)))
 
-    def tile(self, number: tuple[int, ...]) -> StreamTile | None:
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The tiles that have a part in some target, row by row."""
+        if self._lines is not None:  # all of them have
+            return tuple(self.cut.tiles())
+        values = set(self.stage.targets.values())
+        return tuple(
+            number
+            for number in self.cut.tiles()
+            if any(self.cut.region(self.network, value, number) is not None for value in values)
+        )
+
+    def at(self, index: int) -> StreamTile:
+        """One of the tiles of `numbers`."""
+        found = self.tile(self.numbers[index], index)
+        assert found is not None
+        return found
+
+    def size(self, number: tuple[int, ...]) -> Hashable:
+        """Equal for tiles that compute regions of the same sizes, and so take the same time and memory."""
+        if self._lines is None:
+            return number
+        return tuple(line[k].size for line, k in zip(self._lines, number, strict=True))
+
+    def tile(self, number: tuple[int, ...], index: int = 0) -> StreamTile | None:
         """One tile; None if it has no part in any target."""
         if self._lines is None:
-            return self._single_tile(number)
+            return self._single_tile(number, index)
         places = [line[k] for line, k in zip(self._lines, number, strict=True)]
         targets = {t: self.cut.region(self.network, value, number) for t, value in self.stage.targets.items()}
         moved = {name: self._region(name, places) for name in self.stage.sources if name in places[0].regions}
         kind = tuple(place.letter for place in places)
-        return StreamTile(
-            number, {t: r for t, r in targets.items() if r is not None}, {**places[0].regions, **moved}, kind, self
-        )
+        regions = {**places[0].regions, **moved}
+        return StreamTile(number, {t: r for t, r in targets.items() if r is not None}, regions, kind, self, index)
 
     def plan(self, tile: StreamTile) -> TilePlan:
         """How a tile is computed."""
@@ -100,12 +125,12 @@ class TileClasses:
             del self._plans[next(iter(self._plans))]
         self._plans[key] = plan
 
-    def _single_tile(self, number: tuple[int, ...]) -> StreamTile | None:
+    def _single_tile(self, number: tuple[int, ...], index: int) -> StreamTile | None:
         plan = plan_tile(self.network, self.stage, self.cut, number)
         if plan is None:
             return None
         self._remember(number, plan)
-        return StreamTile(number, plan.targets, self._read(plan), signature(self.stage, plan), self)
+        return StreamTile(number, plan.targets, self._read(plan), signature(self.stage, plan), self, index)
 
     def _region(self, name: str, places: list[_Place]) -> Region:
         """A region whose sides come from the places along each axis."""
@@ -126,14 +151,17 @@ class TileClasses:
     def _line(self, axis: int) -> list[_Place] | None:
         middle = [count // 2 for count in self.cut.counts]
         letters: dict[Hashable, int] = {}
+        areas: dict[Hashable, int] = {}
         line = []
         for k in range(self.cut.counts[axis]):
             number = (*middle[:axis], k, *middle[axis + 1 :])
             plan = plan_tile(self.network, self.stage, self.cut, number, excess=False)
             if plan is None or len(plan.targets) < len(self.stage.targets):
                 return None
-            looks = signature(self.stage, plan), self._borders(plan)
-            line.append(_Place(letters.setdefault(looks, len(letters)), self._read(plan)))
+            borders = self._borders(plan)
+            letter = letters.setdefault((signature(self.stage, plan), borders), len(letters))
+            area = tuple((v, sizes(r)) for v, r in plan.regions.items()), borders
+            line.append(_Place(letter, areas.setdefault(area, len(areas)), self._read(plan)))
         return line
 
     def _read(self, plan: TilePlan) -> dict[str, Region]:

@@ -25,7 +25,10 @@ from outcore.graph.structure import leaves
 from outcore.memory.offload.bandwidth import memory_rate
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.plan import MemoryPlan
+from outcore.planner.memory.script import link_of
 from outcore.policies import parse_policies, policies_to_json
+from outcore.program import Links
+from outcore.program.script import Script
 from outcore.stream.arguments import device_of
 from outcore.stream.plan.prepared import PreparedStream
 
@@ -121,8 +124,30 @@ class UntiledTail(nn.Module):
     def peak_bytes(self) -> int:
         """Predicted peak above its weights and its inputs."""
         assert self._plan is not None
+        return max(0, self._plan.peak_bytes - self.start_bytes)
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes of its weights and its inputs."""
+        if self._plan is None:
+            return 0
         at_start = self._plan.keeping.plain.moments[0].bytes
-        return max(0, self._plan.peak_bytes - at_start.weights - at_start.inputs)
+        return at_start.weights + at_start.inputs
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of the tail without policies."""
+        return self._plan.keeping.plain_s if self._plan is not None else 0.0
+
+    @property
+    def scripts(self) -> tuple[Script, Script] | None:
+        """Its own forward and backward under its policies; None where it has none."""
+        return self._plan.script if self._plan is not None else None
+
+    @property
+    def links(self) -> Links | None:
+        """The link below the device that its policies copy over."""
+        return link_of(self._plan.keeping.tier) if self._plan is not None else None
 
     @property
     def _plan(self) -> MemoryPlan | None:

@@ -26,6 +26,7 @@ from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.choose import CandidateOutline, TileCandidate
 from outcore.stream.plan.passes import TilePasses, divide
 from outcore.stream.plan.prepared import PreparedStream, cut_up, divided
+from outcore.stream.plan.step_figures import HOST_BYTES_PER_S
 from outcore.stream.plan.tile_memory import StreamBytes, largest_tile, predict_bytes, tile_bytes
 from outcore.stream.plan.tiles import Grid
 from outcore.stream.plan.time_model import TileTimes
@@ -37,7 +38,6 @@ _STRIPS = 8
 """With more strips than this, squares always have less halo."""
 _SURELY = 0.9
 """Tiles take at least this share of what an equal part of the whole would."""
-_HOST_BYTES_PER_S = 1e10
 _CROSSINGS = 5
 """Copies of a map on the host: written, read in two passes, and its gradient added to and read."""
 _MANAGED = 1.25
@@ -109,6 +109,7 @@ class StreamCandidates:
             boundary=candidate.boundary,
             statistics=self.allowed.statistics,
             keep=candidate.keep,
+            on_host=candidate.on_host,
         )
 
     def bytes(self, candidate: TileCandidate) -> StreamBytes:
@@ -209,7 +210,7 @@ class StreamCandidates:
             return
         device = device_of(self.network.model).type
         if keep and device == "cuda":
-            moved_s = _CROSSINGS * kept / _HOST_BYTES_PER_S
+            moved_s = _CROSSINGS * kept / HOST_BYTES_PER_S
             most = self._rough(streaming, tile_bytes, 0, tail)
             yield TileCandidate(boundary, tile, time_s + tail_s + moved_s, most, keep, on_host=True)
         if tail > 0.5 * self.budget_bytes and device != "meta":  # policies are weighed by rates measured there

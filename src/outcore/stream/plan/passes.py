@@ -46,6 +46,11 @@ class TilePass:
     """Global values that every tile reads."""
 
     @property
+    def makes(self) -> tuple[str, ...]:
+        """Values that are whole after it: maps, and what reductions give."""
+        return (*self.maps, *(r.output for r in self.reductions))
+
+    @property
     def targets(self) -> dict[str, str]:
         """What tiles partition: each map, and the operand of each reduction."""
         return {m: m for m in self.maps} | {r.output: r.values[0] for r in self.reductions}

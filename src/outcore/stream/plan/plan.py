@@ -26,10 +26,14 @@ from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import counted, format_bytes, parse_bytes
+from outcore.program import Program, Timeline
 from outcore.stream.arguments import device_of
 from outcore.stream.plan.candidates import StreamCandidates, StreamLimits
 from outcore.stream.plan.choose import OrderedCandidates, TileCandidate, choose, worth
-from outcore.stream.plan.prepared import bound
+from outcore.stream.plan.prepared import StreamMode, bound
+from outcore.stream.plan.script import emit
+from outcore.stream.plan.step_figures import StepFigures
+from outcore.stream.plan.streamed_program import StreamedProgram
 from outcore.stream.plan.tile_memory import StreamBytes
 
 if TYPE_CHECKING:
@@ -52,7 +56,7 @@ class StreamPlan:
     tile: tuple[int, ...]
     statistics: bool
     time_s: float
-    """Predicted, in the unit of the costs."""
+    """Predicted, in the unit of the costs: the time of its program."""
     bytes: StreamBytes
     tiles: int
     overlap: float
@@ -73,6 +77,29 @@ class StreamPlan:
     """The budget it was made for, without margins."""
     stopped: tuple[tuple[str, str], ...] = ()
     """Where streaming stops although it was not asked to: (block, reason)."""
+    step: StreamedProgram | None = field(default=None, repr=False, compare=False)
+    """The scripts of a step; None where the plan was taken over for another size."""
+
+    @property
+    def program(self) -> Program:
+        """A step as a program of one stage, tile by tile."""
+        return self._scripted.program
+
+    def simulate(self, reserved_bytes: int = 0) -> Timeline:
+        """The timeline of a step, with its memory.
+
+        Args:
+            reserved_bytes: what is held throughout beside the network: the optimizer's state, the loss.
+        """
+        return self._scripted.simulate(reserved_bytes)
+
+    @property
+    def _scripted(self) -> StreamedProgram:
+        if self.step is None:
+            raise PlanError(
+                "this plan was taken over from an image of another size; plan_tiles for this one scripts it"
+            )
+        return self.step
 
     @property
     def peak_bytes(self) -> int:
@@ -84,11 +111,18 @@ class StreamPlan:
         ratio = pixels / self.pixels
         if not 1 / _CLASS <= ratio <= _CLASS:
             return None
-        grown = {n: int(getattr(self.bytes, n) * ratio) for n in ("boundary", "kept", "output", "tail")}
-        taken = replace(self.bytes, **grown)
+        held = self.bytes
+        taken = replace(
+            held,
+            boundary=int(held.boundary * ratio),
+            kept=int(held.kept * ratio),
+            output=int(held.output * ratio),
+            tail=int(held.tail * ratio),
+        )
         if self.usable_bytes is not None and taken.peak > self.usable_bytes:
             return None
-        return replace(self, bytes=taken, time_s=self.time_s * ratio, tiles=max(1, round(self.tiles * ratio)))
+        tiles = max(1, round(self.tiles * ratio))
+        return replace(self, bytes=taken, time_s=self.time_s * ratio, tiles=tiles, step=None)
 
     def apply(self, model: nn.Module, *, workers: int = 0) -> Streamed:
         """The model, streamed by this plan."""
@@ -143,6 +177,7 @@ def plan_tiles(
     training: bool = True,
     dense: bool = False,
     policies: bool = False,
+    workers: int = 0,
 ) -> StreamPlan:
     """Choose boundary and tile size for the fastest step within a budget.
 
@@ -162,6 +197,7 @@ def plan_tiles(
         dense: whether the output leaves tile by tile (`Streamed.loss`, `Streamed.tiles`), in one pass.
         policies: whether maps between passes may be kept, on the device or the host, and what runs untiled may be put
             under policies for what its backward needs.
+        workers: threads that read pixels ahead.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
@@ -175,7 +211,7 @@ def plan_tiles(
     candidates = OrderedCandidates(worth(list(ways.outlines()), usable))
     best, _ = choose(candidates, budget, lambda c: ways.bytes(c).peak, margin=margin)
     rivals = itertools.islice((c for c in candidates if c != best and c.time_s >= best.time_s), 3)
-    return _described(ways, best, tuple(rivals), usable)
+    return _described(ways, best, tuple(rivals), usable, workers)
 
 
 def plan_by_hand(
@@ -186,21 +222,26 @@ def plan_by_hand(
     ways = StreamCandidates(
         bound(graph, folded=True), costs, StreamLimits(how["statistics"], dense=dense, policies=True), None
     )
-    return _described(ways, ways.by_hand(how), (), None)
+    return _described(ways, ways.by_hand(how), (), None, 0)
 
 
 def _described(
-    ways: StreamCandidates, best: TileCandidate, rivals: tuple[TileCandidate, ...], usable: int | None
+    ways: StreamCandidates, best: TileCandidate, rivals: tuple[TileCandidate, ...], usable: int | None, workers: int
 ) -> StreamPlan:
     prepared, rest = ways.prepared(best), ways.rest(best)
     stage, cut = prepared.streaming.stages[-1], prepared.grids[-1]
     whole = sum(math.prod(n.shape) for n in stage.nodes)
+    allowed, held = ways.allowed, ways.bytes(best)
+    figures, graph = StepFigures(prepared, ways.times, held, rest), ways.network.graph
+    mode = StreamMode(allowed.training, allowed.dense, workers)
+    shapes = tuple(graph.values[name].shape for name in graph.inputs)
+    step = StreamedProgram(*emit(prepared, mode, figures), tuple(graph.calls), held, shapes, mode, figures.links)
     return StreamPlan(
         best.boundary,
         best.tile,
-        ways.allowed.statistics,
-        best.time_s,
-        ways.bytes(best),
+        allowed.statistics,
+        step.simulate().step_s,
+        held,
         len(cut),
         sum(ways.times.computed(stage, cut)[0].values()) / max(1, whole),
         len(prepared.streaming.stages),
@@ -211,4 +252,5 @@ def _described(
         math.prod(ways.pixels),
         usable,
         prepared.streaming.stopped,
+        step,
     )

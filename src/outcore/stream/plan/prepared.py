@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from outcore.errors import StreamError
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
+from outcore.program.script import Script
 from outcore.stream.execute.fold_batch_norm import finish, fold
 from outcore.stream.execute.tile_classes import TileClasses
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePasses, divide
 from outcore.stream.plan.tiles import Grid, grid
 
-__all__ = ["PreparedStream", "bound", "cut_up", "divided"]
+__all__ = ["PreparedStream", "StreamMode", "bound", "cut_up", "divided"]
+
+
+@dataclass(frozen=True)
+class StreamMode:
+    """How a prepared network is run."""
+
+    training: bool = True
+    dense: bool = False
+    """Whether the output leaves tile by tile: a loss over pixels, or a map that nobody holds."""
+    ahead: int = 0
+    """Threads that read pixels ahead."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,10 @@ class PreparedStream:
     grids: tuple[Grid, ...]
     tail: tuple[Step, ...]
     """What runs untiled."""
+    on_host: bool = False
+    """Whether maps between passes are in host memory."""
+    scripts: dict[StreamMode, tuple[Script, Script]] = field(default_factory=dict, compare=False, repr=False)
+    """Its forward and backward, as they are run; those that were planned, or written when they are first needed."""
 
     @cached_property
     def kinds(self) -> tuple[TileClasses, ...]:
@@ -72,10 +88,11 @@ def divided(
     boundary: Iterable[str] | None = None,
     statistics: bool = False,
     keep: Collection[str] = (),
+    on_host: bool = False,
 ) -> PreparedStream:
     """Put a network into stages and tiles."""
     streaming = divide(network, boundary=boundary, statistics=statistics, keep=keep)
     grids = cut_up(network, streaming, tile)
     tail = [replace(s) for s in network.recording.steps if s.name not in streaming.calls]
     schedule_drops(tail, [r.name for _, r in leaves(network.recording.result, Ref)])
-    return PreparedStream(network.graph, network, streaming, grids, tuple(tail))
+    return PreparedStream(network.graph, network, streaming, grids, tuple(tail), on_host)

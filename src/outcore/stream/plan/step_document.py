@@ -16,6 +16,7 @@ from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan, PredictedStep
+from outcore.program import Program, Timeline
 from outcore.stage_names import name_stages
 from outcore.stream.plan.plan import StreamPlan
 
@@ -61,6 +62,15 @@ class StreamedStep:
     def policy(self) -> Mapping[str, str]:
         """The policies of the untiled tail."""
         return self.plan.rest
+
+    @property
+    def program(self) -> Program:
+        """A step as a program of one stage, tile by tile."""
+        return self.plan.program
+
+    def simulate(self) -> Timeline:
+        """The timeline of a step, with its memory."""
+        return self.plan.simulate(self.reserved_bytes)
 
     def document(self) -> Plan:
         """The plan as a document."""

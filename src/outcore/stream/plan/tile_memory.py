@@ -36,7 +36,7 @@ from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
 from outcore.stream.rules.pool import MaxPool
 
-__all__ = ["StreamBytes", "TileBytes", "largest_tile", "predict_bytes", "tile_bytes"]
+__all__ = ["StreamBytes", "TileBytes", "held_elements", "largest_tile", "predict_bytes", "tile_bytes"]
 
 
 _WORTH_TRYING = 0.6
@@ -80,6 +80,8 @@ class StreamBytes:
     """Prefetched pixels, in host memory."""
     workspace: int = 0
     """The largest workspace of an operation."""
+    training: bool = True
+    """Whether there is a backward pass."""
 
     @property
     def peak(self) -> int:
@@ -87,7 +89,7 @@ class StreamBytes:
         maps = self.kept + self.boundary
         first = maps + self.tile_forward
         rest = maps + self.tail + self.gradients
-        second = maps + self.output + self.kept + self.tile_backward + self.gradients
+        second = maps + self.output + self.kept + self.tile_backward + self.gradients if self.training else 0
         return self.parameters + self.small + self.workspace + max(first, rest, second)
 
 
@@ -104,19 +106,18 @@ def _kinds(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePlan]
 
 def _extremes(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePlan]:
     """The tiles that may take the most: those with the most elements, copies that padding makes included."""
-
-    def numbers(plan: TilePlan) -> int:
-        copied = (n for n in stage.nodes if n.output in plan.needs and n.output not in plan.widened)
-        padded = (
-            n for n in copied if isinstance(n.rule, (Convolution, MaxPool)) and n.rule.pads(plan.regions[n.output])
-        )
-        return plan.elements() + sum(elements(plan.needs[n.output][0]) for n in padded)
-
     kinds = _kinds(network, stage, cut)
     first, last = min(kinds, key=lambda p: p.number), max(kinds, key=lambda p: p.number)
-    most = sorted(kinds, key=numbers, reverse=True)[:2]
+    most = sorted(kinds, key=lambda p: held_elements(stage, p), reverse=True)[:2]
     tried = [*most, *(p for p in (first, last) if p not in most)]
-    return [p for p in tried if numbers(p) >= _CLOSE * numbers(most[0])]
+    return [p for p in tried if held_elements(stage, p) >= _CLOSE * held_elements(stage, most[0])]
+
+
+def held_elements(stage: TilePass, plan: TilePlan) -> int:
+    """Elements in all values of a tile, and in the copies that padding makes."""
+    copied = (n for n in stage.nodes if n.output in plan.needs and n.output not in plan.widened)
+    padded = (n for n in copied if isinstance(n.rule, (Convolution, MaxPool)) and n.rule.pads(plan.regions[n.output]))
+    return plan.elements() + sum(elements(plan.needs[n.output][0]) for n in padded)
 
 
 def tile_bytes(network: RegionNetwork, stage: TilePass, plan: TilePlan, *, training: bool = True) -> TileBytes:
@@ -253,6 +254,7 @@ def predict_bytes(
         small=small,
         tail=_tail_bytes(prepared, training=training) if rest is None else rest.peak_bytes,
         read=pixels * (workers + 1),
+        training=training,
     )
 
 

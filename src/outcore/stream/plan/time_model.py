@@ -11,9 +11,10 @@ import math
 from torch import nn
 
 from outcore.cost.costs import Costs
+from outcore.ops.region import elements
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass, TilePasses
-from outcore.stream.plan.tiles import Grid, plan_tile
+from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 
 __all__ = ["TileTimes"]
 
@@ -55,6 +56,16 @@ class TileTimes:
             share = computed.get(node.output, 0) / max(1, math.prod(node.shape))
             total += share * (forwards * forward + (backward if self.training else 0.0))
         return total, _CALL_S * len(stage.nodes) * (forwards + self.training), largest
+
+    def tile_s(self, stage: TilePass, tile: TilePlan) -> tuple[float, float]:
+        """Seconds of one tile, forward and backward, launching included."""
+        forward_s = backward_s = _CALL_S * len(stage.nodes)
+        for node in stage.nodes:
+            if (region := tile.regions.get(node.output)) is not None:
+                forward, backward = self._cost(node)
+                share = elements(region) / max(1, math.prod(node.shape))
+                forward_s, backward_s = forward_s + share * forward, backward_s + share * backward
+        return forward_s, backward_s
 
     def computed(self, stage: TilePass, cut: Grid) -> tuple[dict[str, float], int]:
         """How many elements of each node all tiles compute, and how many the largest tile has."""
@@ -108,12 +119,12 @@ class TileTimes:
 
     def tail_s(self, streaming: TilePasses) -> float:
         """Seconds of the untiled tail."""
-        total = 0.0
-        for call in self.network.graph.calls:
-            if call not in streaming.calls:
-                forward, backward = self._call_cost(call)
-                total += forward + (backward if self.training else 0.0)
-        return total
+        return sum(self.tail_each_way_s(streaming))
+
+    def tail_each_way_s(self, streaming: TilePasses) -> tuple[float, float]:
+        """Seconds of the untiled tail, forward and backward."""
+        costs = [self._call_cost(call) for call in self.network.graph.calls if call not in streaming.calls]
+        return sum(f for f, _ in costs), sum(b for _, b in costs) if self.training else 0.0
 
 
 def _tensor(model: nn.Module, name: str) -> nn.Parameter | None:
