@@ -43,6 +43,8 @@ function headline(run) {
 function runTrouble(run) {
   const lines = [];
   if (run.ended === "failed" && run.error) lines.push(run.error);
+  const held = (run.measured || {}).peak_bytes || 0, budget = run.budget_bytes || Infinity;
+  if (held > budget) lines.push(`a step held ${bytesText(held)}, more than the ${bytesText(budget)} allowed`);
   if (run.not_finite) lines.push(`${run.not_finite} steps were not finite and left the weights alone`);
   if (run.checkpoints_lost) lines.push(`${run.checkpoints_lost} checkpoints could not be written`);
   for (const tile of (run.damage || []).slice(0, 20)) lines.push(`read as glass: ${tile}`);

@@ -22,7 +22,8 @@ from outcore.train.run_folder.folder import RunFolder
 from outcore.train.runners.engine_runner import EngineRunner, finite_only
 from outcore.train.runners.fitting import fit, refit
 from outcore.train.runners.replica_runner import ReplicaRunner
-from outcore.train.runners.runner import PlainRunner, default_loss
+from outcore.train.runners.runner import PlainRunner
+from outcore.train.runners.step_loss import default_loss
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import PRECISIONS
 from outcore.train.settings.schedules import make_optimizer
@@ -61,7 +62,7 @@ def _plain(
     torch.manual_seed(config.train.seed)
     device = device_here(config.train.device)[0]
     model = job.build().to(device).train()
-    made = fit(model, job, config, expected, first.inputs, folder)
+    made = fit(model, job, config, expected, first, folder)
     runner = PlainRunner(
         made.model,
         make_optimizer(config.optimizer, job),
@@ -72,7 +73,7 @@ def _plain(
         skip_nan=config.train.on_nan == "skip",
         lazy=made.lazy,
         accumulate=config.train.accumulate,
-        refit=refit(model, job, config, expected, first.inputs),
+        refit=refit(model, job, config, expected, first),
     )
     return runner, made.added(expected)
 
@@ -125,7 +126,7 @@ def _replicas(
     device = str(choose_device(config.train.device, world.local_rank))
     model = job.build().to(device).train()
     try:
-        made = fit(model, job, config, expected, first.inputs, folder)
+        made = fit(model, job, config, expected, first, folder)
     except OutcoreError:
         if world.rank:  # one message is enough
             raise SystemExit(1) from None
