@@ -31,7 +31,12 @@ def policy_counts(keeping: StepModel, one: Assignment) -> str:
 
 
 def frontier_table(
-    keeping: StepModel, found: Sequence[Assignment], chosen: Assignment | None = None, *, plain_s: float | None = None
+    keeping: StepModel,
+    found: Sequence[Assignment],
+    chosen: Assignment | None = None,
+    *,
+    plain_s: float | None = None,
+    plain_bytes: int | None = None,
 ) -> Table:
     """A row per assignment; the plan's own is marked.
 
@@ -40,21 +45,22 @@ def frontier_table(
         found: the frontier.
         chosen: the plan's own assignment.
         plain_s: the time of a plain step, as it is shown elsewhere.
+        plain_bytes: and its peak.
     """
     table = Table(title="time against memory (predicted)", title_justify="left", box=None, pad_edge=False)
     for name in ("peak", "of plain", "step", "of plain", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("pieces of memory, by what is done with them")
-    whole_s = plain_s or keeping.plain_s
+    whole_s, whole = plain_s or keeping.plain_s, plain_bytes or keeping.plain.peak_bytes
     most = max(_over_plain(keeping, a) for a in found)
-    if found[0].outcome.peak_bytes < keeping.plain.peak_bytes:  # something smaller is as fast
-        plain = format_bytes(keeping.plain.peak_bytes), "1.00", format_time(whole_s), "1.000x"
+    if found[0].policy:  # something smaller is as fast
+        plain = format_bytes(whole), "1.00", format_time(whole_s), "1.000x"
         table.add_row(*plain, "█" * round(16 / most), "plain training: all are kept")
     for one in found:
-        over, peak = _over_plain(keeping, one), one.outcome.peak_bytes
+        over, peak = _over_plain(keeping, one), one.outcome.peak_bytes if one.policy else whole
         table.add_row(
             format_bytes(peak),
-            f"{peak / keeping.plain.peak_bytes:.2f}",
+            f"{peak / whole:.2f}",
             format_time(over * whole_s),
             f"{over:.3f}x",
             "█" * round(16 * over / most),
@@ -86,9 +92,10 @@ def frontier_svg(
     budget_bytes: int | None = None,
     chosen: Assignment | None = None,
     plain_s: float | None = None,
+    plain_bytes: int | None = None,
 ) -> str:
     """The curve: peak memory to the right, time over plain upwards; plain training and the plan are marked."""
-    plain = keeping.plain.peak_bytes
+    plain = plain_bytes or keeping.plain.peak_bytes
     unit, words = bytes_unit(plain)
     high = max(1.1, *(_over_plain(keeping, a) for a in found)) * 1.03
     axes = Axes(
@@ -106,14 +113,15 @@ def frontier_svg(
     if budget_bytes is not None and budget_bytes / unit <= axes.x.high:
         marks.append(_mark(axes, budget_bytes / unit, f"budget {format_bytes(budget_bytes)}", _TOP + 14))
     out += [upright for upright, _ in marks]
-    points = [(a.outcome.peak_bytes / unit, _over_plain(keeping, a)) for a in found]
+    smaller = [a for a in found if a.policy]
+    points = [(a.outcome.peak_bytes / unit, _over_plain(keeping, a)) for a in smaller]
     out.append(axes.path([(plain / unit, 1.0), *points], "blue"))
-    for one, point in zip(found, points, strict=True):
+    for one, point in zip(smaller, points, strict=True):
         hint = f"{format_bytes(one.outcome.peak_bytes)}, {point[1]:.3f}x: {policy_counts(keeping, one)}"
         out.append(axes.point(*point, "blue", hint=hint))
     out.append(axes.point(plain / unit, 1.0, "grey", size=6, hint="plain training"))
     if chosen is not None:
-        where = chosen.outcome.peak_bytes / unit, _over_plain(keeping, chosen)
+        where = (chosen.outcome.peak_bytes if chosen.policy else plain) / unit, _over_plain(keeping, chosen)
         out.append(axes.point(*where, "orange", size=6, hint="this plan"))
         entries.append(("orange", f"this plan, {where[1]:.2f}x"))
     out += [words for _, words in marks]

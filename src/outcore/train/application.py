@@ -102,7 +102,7 @@ def _train_in(
 ) -> int:
     """Train in a folder that this run owns."""
     with console.status("planning") if first_rank() else contextlib.nullcontext():
-        expected = forecast(job, first.inputs, config)
+        expected = forecast(job, first.inputs, config, first.targets)
         supply.check_labels(expected.graph)
         runner, expected = build_runner(config, job, expected, first, folder, apart=apart)
     feed, validation = supply.feeds(

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.cost.costs import Costs
 from outcore.cost.measured.saved_bytes import account
-from outcore.cost.predicted.step_memory import memory_curve
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.errors import OutcoreError
 from outcore.graph import Graph, capture
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import substitute
 
-__all__ = ["loss_bytes_of"]
+__all__ = ["loss_bytes_in", "loss_bytes_of"]
 
 
 class _Loss(nn.Module):
@@ -64,3 +66,24 @@ def loss_bytes_of(graph: Graph, loss: Callable[[Any], torch.Tensor] | None, devi
         print(f"outcore: what the loss holds is not counted: {error}", file=sys.stderr)
         return 0
     return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
+
+
+def loss_bytes_in(whole: MemoryCurve, graph: Graph, costs: Costs, optimizer: OptimizerCost) -> int:
+    """The same for a step that was recorded with its loss: what makes the turn of the model's own step as high.
+
+    A model alone keeps its output for whoever called it; a loss that does not need it to the end lets go of it, so
+    this is exact where `loss_bytes_of` is a bound.
+
+    Args:
+        whole: the memory of the step with its loss.
+        graph: of the model alone.
+        costs: of the model alone.
+        optimizer: of the step.
+    """
+    of_loss = [m.bytes.total for m in whole.moments if m.call and m.call not in graph.calls]
+    if not of_loss:
+        return 0
+    own = memory_curve(graph, costs, optimizer=optimizer)
+    last = [m for m in own.moments if m.phase == "forward"][-1].bytes
+    gradients = sum(graph.values[name].bytes for name in graph.outputs)
+    return max(of_loss) - last.total - gradients + last.workspace - costs.library_bytes

@@ -12,6 +12,7 @@ from outcore.data import Batch
 from outcore.errors import OutcoreError, PlanError, TrainError
 from outcore.job import Job
 from outcore.machine import known
+from outcore.machine.units import parse_budget
 from outcore.plan_document import Plan
 from outcore.planner.pipeline.batch_norm_images import norms_see
 from outcore.planner.pipeline.plan_job import plan as make_plan
@@ -87,7 +88,7 @@ def _engine(
     plan = _agreed(config, expected, world)
     if plan is None:
         one = _one_share(first, world.size)
-        return _replicas(config, job, forecast(job, one.inputs, config), one, folder, world)
+        return _replicas(config, job, forecast(job, one.inputs, config, one.targets), one, folder, world)
     if world.rank == 0:
         plan.save(folder.plan)
     settings = config.train
@@ -160,7 +161,9 @@ def _one_share(first: MicroBatch, ranks: int) -> MicroBatch:
             return tuple(cut(x) for x in inputs)
         return inputs[:share] if isinstance(inputs, torch.Tensor) else inputs
 
-    return replace(first, inputs=cut(first.inputs), names=first.names[:share], rows=first.rows[:share])
+    return replace(
+        first, inputs=cut(first.inputs), targets=cut(first.targets), names=first.names[:share], rows=first.rows[:share]
+    )
 
 
 def _agreed(config: Config, expected: RunForecast, world: World) -> Plan | None:
@@ -205,7 +208,7 @@ def _plan(config: Config, expected: RunForecast, ranks: int) -> Plan:
     return make_plan(
         graph,
         devices=ranks,
-        memory=config.plan.memory,
+        memory=parse_budget(config.plan.memory, expected.peak_bytes) if config.plan.memory else None,
         machine=known(),
         schedule=cast("Any", config.plan.schedule),
         batch_norm=config.plan.batch_norm,

@@ -79,7 +79,8 @@ def fit(
         return FittedModel(model)
     allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory))
     loss = StepLoss.of(model, job, first, expected)
-    if expected.peak_bytes is not None and (peak := expected.peak_bytes + loss.bytes) <= budget:
+    beside = 0 if expected.loss_counted else loss.bytes
+    if expected.peak_bytes is not None and (peak := expected.peak_bytes + beside) <= budget:
         said = f"{allowed[1]}, enough for a plain step, which needs {format_bytes(peak)} with its loss"
         return FittedModel(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=peak)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
