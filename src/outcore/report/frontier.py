@@ -20,7 +20,7 @@ from outcore.policies import kind_of_policy, policies_to_json
 
 __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 560, 400, 66, 78, 54, 20
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 560, 396, 66, 78, 54, 20
 
 
 def policy_counts(keeping: StepModel, one: Assignment) -> str:
@@ -109,10 +109,12 @@ def frontier_svg(
     shown = f"plain training: {format_bytes(plain)}, {format_time(plain_s or keeping.plain_s)} a step (predicted)"
     out = [text(12, 20, name, "title"), text(12, 38, shown, "small quiet"), *axes.drawn()]
     entries = [("grey", "plain training"), ("blue", "fastest step for its memory")]
-    marks = [_mark(axes, keeping.floor[0] / unit, "one operation alone", _TOP + axes.height - 8)]
+    marks = [("least", keeping.floor[0], ("purple", "what one operation alone needs"))]
     if budget_bytes is not None and budget_bytes / unit <= axes.x.high:
-        marks.append(_mark(axes, budget_bytes / unit, f"budget {format_bytes(budget_bytes)}", _TOP + 14))
-    out += [upright for upright, _ in marks]
+        marks.append(("limit", budget_bytes, ("vermillion", f"budget, {format_bytes(budget_bytes)}")))
+    for kind, nbytes, _ in marks:
+        px, _ = axes.at(nbytes / unit, axes.y.low)
+        out.append(line(px, axes.top, px, axes.top + axes.height, kind))
     smaller = [a for a in found if a.policy]
     points = [(a.outcome.peak_bytes / unit, _over_plain(keeping, a)) for a in smaller]
     out.append(axes.path([(plain / unit, 1.0), *points], "blue"))
@@ -124,17 +126,9 @@ def frontier_svg(
         where = (chosen.outcome.peak_bytes if chosen.policy else plain) / unit, _over_plain(keeping, chosen)
         out.append(axes.point(*where, "orange", size=6, hint="this plan"))
         entries.append(("orange", f"this plan, {where[1]:.2f}x"))
-    out += [words for _, words in marks]
-    out += legend(entries, _LEFT, _HEIGHT - 14, _WIDTH - _LEFT)[0]
-    return document(_WIDTH, _HEIGHT, out)
-
-
-def _mark(axes: Axes, x: float, words: str, height: float) -> tuple[str, str]:
-    """An upright line with a word beside it, on the side where there is room."""
-    px, _ = axes.at(x, axes.y.low)
-    side, gap = ("end", -5) if px > axes.left + axes.width / 2 else ("", 5)
-    upright = line(px, axes.top, px, axes.top + axes.height, "limit")
-    return upright, text(px + gap, height, words, f"small over {side}")
+    entries += [entry for _, _, entry in marks]
+    drawn, end = legend(entries, _LEFT, _HEIGHT - 16, _WIDTH - _LEFT - 8)
+    return document(_WIDTH, end + 6, [*out, *drawn])
 
 
 def _over_plain(keeping: StepModel, one: Assignment) -> float:

@@ -95,7 +95,7 @@ function evaluation(found, trained) {
     return [name, String(i) in trained ? number(trained[i]) : "–", number(found.counts[i]), number(right), row ? interval(row.roc) : "–", row ? interval(row.pr) : "–"];
   }));
   const line = (e) => [e.example, e.label, e.predicted, e.right ? "" : "wrong", e.probability.toFixed(3)];
-  const head = ["example", "true", "said", "", "p(true)"];
+  const head = ["example", "true", "predicted", "", "p(true)"];
   const worst = found.examples.filter((e) => !e.right).slice(0, 12);
   const all = html("details", html("summary", `all ${number(found.examples.length)} examples, the worst first`), grid(head, found.examples.slice(0, 2000).map(line)));
   return [
