@@ -51,7 +51,7 @@ def test_a_plan_for_the_whole_is_verified_on_a_crop(monkeypatch: pytest.MonkeyPa
     plain = outcore.memory_plan(
         outcore.within(job().build(), (torch.randn(2, 3, 128, 128),), memory=None, quiet=True)
     ).plain_bytes
-    asked = verify_job(job(), budget_bytes=int(0.7 * plain), image=64, steps=1, device="cpu")
+    asked = verify_job(job(), memory=int(0.7 * plain), image=64, steps=1, device="cpu")
     assert asked.crop == (64, 128) and asked.grade == "bitwise equal"
 
 

@@ -43,6 +43,8 @@ class Span:
     high: float
     name: str
     log: bool = False
+    at: tuple[float, ...] = ()
+    """Where its numbers stand; round numbers if none are given."""
 
     def share(self, value: float) -> float:
         """How far along the axis a value lies: 0 at its beginning, 1 at its end."""
@@ -52,7 +54,9 @@ class Span:
         return (value - self.low) / ((self.high - self.low) or 1.0)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Round numbers along it."""
+        """Round numbers along it, or those that were given."""
+        if self.at:
+            return list(self.at)
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             few = [10.0**p * m for p in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
@@ -117,7 +121,8 @@ def document(width: float, height: float, body: Sequence[str]) -> str:
         f"text{{font-family:{FONT};font-size:{SIZE}px;fill:{COLOURS['ink']}}}"
         f".title{{font-weight:bold}}.small,.tick{{font-size:{SMALL}px}}.quiet{{fill:#59646e}}"
         ".middle{text-anchor:middle}.end{text-anchor:end}.grid{stroke:#e3e7ea}.axis{stroke:#59646e}"
-        f".limit{{stroke:{COLOURS['vermillion']};stroke-dasharray:5 3}}"
+        f".limit{{stroke:{COLOURS['vermillion']};stroke-dasharray:5 3;stroke-width:1.4}}"
+        f".least{{stroke:{COLOURS['purple']};stroke-dasharray:2 3;stroke-width:1.4}}"
         ".over{paint-order:stroke;stroke:#ffffff;stroke-width:4px;stroke-linejoin:round}"
     )
     head = (
@@ -145,14 +150,16 @@ def rectangle(x: float, y: float, width: float, height: float, colour: str, hint
 
 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, room: float) -> tuple[list[str], float]:
-    """Swatches with what their colours mean, in rows; the drawing, and how far it reaches down."""
-    out, left = [], x
-    for colour, words in entries:
-        needed = 20 + WIDE * SMALL * len(words) + 16
-        if left > x and left + needed > x + room:
+    """Swatches with what their colours mean, in columns if one row is too short; the drawing, and its lower end."""
+    needed = [20 + WIDE * SMALL * len(words) + 16 for _, words in entries]
+    out, left, column = [], x, 0.0
+    if sum(needed) - 16 > room:
+        column = room / max(1, int(room // max(needed)))
+    for (colour, words), own in zip(entries, needed, strict=True):
+        if left > x and left + own - 16 > x + room + 0.5:
             left, y = x, y + 18
         out += [rectangle(left, y - 10, 13, 11, colour), text(left + 18, y, words, "small")]
-        left += needed
+        left += max(own, column)
     return out, y + 8
 
 

@@ -282,6 +282,7 @@ class Plan:
             lines[0] += f", {count} {noun}" if count > 1 else ""
         for k, names in enumerate(self.stages):
             shown = f"{names[0]} … {names[-1]} ({len(names)} blocks)" if len(names) > 4 else ", ".join(names)
+            shown = shown or "the whole network"
             peak = ""
             if self.predicted:
                 peak = f", rank peak {format_bytes(self.predicted.peak_bytes[self.rank_of(k)])}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,14 @@ from torch import nn
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes
+from outcore.cost.predicted.step_memory import memory_curve
+from outcore.cost.training_network import capture_training
 from outcore.cropped_job import crop_batch, fitting_side, longest_side
 from outcore.graph import Graph
 from outcore.graph.record.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
+from outcore.machine.units import parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.saved_tensors.lossy_error import lossy_buffers
 from outcore.plan_document import Plan
@@ -94,7 +97,7 @@ def verify_job(
     job: Job,
     *,
     plan: Plan | None = None,
-    budget_bytes: int | None = None,
+    memory: str | int | None = None,
     size: int | None = None,
     image: int | None = None,
     steps: int = 2,
@@ -112,7 +115,8 @@ def verify_job(
     Args:
         job: the job.
         plan: policies to verify; without it a budget is planned for.
-        budget_bytes: without it, halfway between plain training and the smallest budget.
+        memory: the budget, in bytes or like ``"8GiB"`` or ``"50%"`` of what plain training takes; without it, halfway
+            between plain training and the smallest budget.
         size: of the batch.
         image: longest side to crop images to; by default what fits both ways.
         steps: to train.
@@ -132,8 +136,12 @@ def verify_job(
     )
     plain_model = copy.deepcopy(model)
     costs = by_bytes(account(capture(model, args, kwargs)), memory_rate(where))
-    optimizer: Any = job.optimizer or (lambda params: torch.optim.SGD(params, lr=1e-3))
+    optimizer: Any = job.optimizer or partial(torch.optim.AdamW, lr=1e-3)
     options: dict[str, Any] = {"optimizer": optimizer, "costs": costs, "quiet": True}
+    if job.loss is not None:
+        options["loss"] = lambda output: job.loss(output, target)
+    plain_bytes = _plain_bytes(job, size, optimizer, where)
+    budget_bytes = parse_budget(memory, plain_bytes) if isinstance(memory, str) else memory
     if crop is not None and plan is None:
         plan, budget_bytes = _for_whole(whole, optimizer, budget_bytes, where), None
     if plan is None and budget_bytes is None:
@@ -141,6 +149,8 @@ def verify_job(
         budget_bytes = _halfway(model)
     within(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
     chosen = memory_plan(model)
+    if crop is None and isinstance(chosen, MemoryPlan):
+        chosen = replace(chosen, known_plain_bytes=plain_bytes)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -168,6 +178,12 @@ def verify_job(
         lossy=len(lossy_buffers(parse_policies(chosen.policy))),
         crop=crop,
     )
+
+
+def _plain_bytes(job: Job, size: int | None, optimizer: Any, where: torch.device) -> int:
+    """What a plain step is predicted to hold, with its loss: the number that `outcore profile` shows."""
+    graph = capture_training(job, size)
+    return memory_curve(graph, account(graph, where), optimizer=optimizer).peak_bytes
 
 
 def _for_whole(graph: Graph, optimizer: Any, budget_bytes: int | None, where: torch.device) -> Plan:

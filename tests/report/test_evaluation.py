@@ -75,7 +75,7 @@ def test_pictures_name_their_axes_and_the_areas(tmp_path: Path) -> None:
     words = [e.text or "" for e in ElementTree.fromstring(curves_svg(found.roc, kind="roc")).iter()]
     assert {"false positive rate", "true positive rate"} <= set(words)
     assert any(w.startswith("c & d: AUC 0.") for w in words)
-    assert "said" in [e.text for e in ElementTree.fromstring(confusion_svg(found)).iter()]
+    assert "predicted class" in [e.text for e in ElementTree.fromstring(confusion_svg(found)).iter()]
 
 
 def test_maps_and_values_are_not_listed(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_verify_says_that_sums_were_reassociated() -> None:
 
     job = outcore.Job(lambda: classifier(norm=False), lambda size: (image(), None))
     plain = plain_bytes(classifier(norm=False), image())
-    verdict = verify_job(job, budget_bytes=plain // 5, steps=1, device="cpu")
+    verdict = verify_job(job, memory=plain // 5, steps=1, device="cpu")
     assert verdict.agrees and "re-associated" in verdict.grade and "tiles of" in verdict.explained
 
 

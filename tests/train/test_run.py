@@ -303,6 +303,31 @@ def test_a_budget_is_met_by_what_it_takes(tmp_path: Path, memory: str, how: str)
         assert float(one["loss"]) == pytest.approx(float(two["loss"]), abs=1e-5)
 
 
+PIXELS = """
+import torch
+from torch import nn
+
+def model():
+    layers = [m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh())]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Conv2d(8, 16, 1))
+
+def batch(size):
+    return torch.rand(size, 3, 64, 64), torch.randint(16, (size, 64, 64))
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def test_what_a_loss_over_every_pixel_holds_is_in_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(PIXELS)
+    for memory in ("1800KiB", "1450KiB"):  # a plain step takes 1.6 MiB without its loss
+        _, said = run(tmp_path / "job.py", tmp_path / memory, "train.steps=2", f"plan.memory={memory}")
+        assert "within" in said
+        facts = json.loads((tmp_path / memory / "run.json").read_text())
+        assert facts["measured"]["peak_bytes"] <= facts["budget_bytes"]
+
+
 NORMS = """
 import torch
 from torch import nn

@@ -7,6 +7,7 @@ Where no policy meets the budget, images are streamed in tiles, and the plan say
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -16,6 +17,7 @@ from outcore.cli.common.messages import working, wrote
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
+from outcore.cost.predicted.loss_memory import loss_bytes_in
 from outcore.cost.predicted.rough import without_gaps
 from outcore.cost.profile import profile as make_profile
 from outcore.errors import PlanError
@@ -53,7 +55,8 @@ def plan_on_one_device(
     device = where.devices[0]
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
     costs = estimate(graph, where)
-    plain_s = make_profile(job, device, size=batch).step.step_s
+    plain = make_profile(job, device, size=batch)
+    held = loss_bytes_in(plain.memory, graph, costs, optimizer)
     try:
         with working("planning", quiet=json):
             made = plan_memory(
@@ -63,19 +66,30 @@ def plan_on_one_device(
                 optimizer=optimizer,
                 tier=tier_of(where),
                 memory_bytes_per_s=device.bandwidth_bytes_per_s,
+                loss_bytes=held,
             )
     except PlanError as refused:
         _in_tiles(graph, device.name, budget_bytes, optimizer, costs, refused, output=output, json=json)
         return
     with working("searching for faster and smaller steps", quiet=json):
         found = frontier(made.keeping, known=[made.assignment])
+    made = replace(made, known_plain_bytes=plain.memory.peak_bytes)
     document = made.document()
     if output is not None:
         document.save(output)
+    plain_s, plain_peak = plain.step.step_s, plain.memory.peak_bytes
     if svg is not None:
         name = f"{graph.root.type} on {device.name}"
-        options = {"budget_bytes": budget_bytes, "chosen": made.assignment, "plain_s": plain_s}
-        svg.write_text(frontier_svg(made.keeping, found, name=name, **options))  # type: ignore[arg-type]
+        drawn = frontier_svg(
+            made.keeping,
+            found,
+            name=name,
+            budget_bytes=budget_bytes,
+            chosen=made.assignment,
+            plain_s=plain_s,
+            plain_bytes=plain_peak,
+        )
+        svg.write_text(drawn)
     wrote(output, svg)
     if json:
         plan, points = document.to_json(), frontier_json(made.keeping, found, plain_s=plain_s)
@@ -87,7 +101,7 @@ def plan_on_one_device(
     )
     console.print(made.explain(), highlight=False, markup=False)
     console.print()
-    console.print(frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s))
+    console.print(frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s, plain_bytes=plain_peak))
 
 
 def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[StepModel, list[Assignment]]:

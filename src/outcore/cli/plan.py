@@ -40,7 +40,12 @@ def plan(
     arguments: Arguments = None,
     batch: Batch = None,
     devices: Annotated[int | None, typer.Option("--devices", "-n", min=1, help="How many.")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Cap per rank, e.g. 8GiB.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", "-m", help="Cap per rank: 8GiB, or 50% of what plain training of the batch takes on one device."
+        ),
+    ] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="compute or memory; else the fastest.")] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(SCHEDULES)}.")] = None,
     level: Annotated[
@@ -91,7 +96,7 @@ def plan(
         graph = found.capture(batch or chosen)
     budget = where.devices[0].memory_bytes
     if memory:
-        plain = plain_bytes(found, where, batch) if count == 1 and memory.strip().endswith("%") else None
+        plain = plain_bytes(found, where, batch or chosen) if memory.strip().endswith("%") else None
         budget = parse_budget(memory, plain)
     if count == 1 and grid is None and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)

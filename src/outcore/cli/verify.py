@@ -14,7 +14,7 @@ from rich.table import Table
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
 from outcore.job import Job
-from outcore.machine.units import format_bytes, parse_budget
+from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan
 from outcore.verification import Verdict, verify_job
 
@@ -29,7 +29,10 @@ def verify(
     inputs: Inputs = None,
     arguments: Arguments = None,
     batch: Batch = None,
-    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Budget to plan for, e.g. 8GiB.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", "-m", help="Budget to plan for: 8GiB, or 50% of what plain training takes."),
+    ] = None,
     image: Annotated[
         int | None,
         typer.Option("--image", min=1, help="Crop images to this longest side.", show_default="what fits both ways"),
@@ -53,7 +56,7 @@ def verify(
         verdict = verify_job(
             Job.load(job, inputs=inputs or (), arguments=arguments or ()),
             plan=Plan.load(plan_file) if plan_file is not None else None,
-            budget_bytes=parse_budget(memory, None) if memory else None,
+            memory=memory,
             size=batch,
             image=image,
             steps=steps,

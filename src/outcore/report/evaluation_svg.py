@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outcore.figure import COLOURS, Axes, Span, document, legend, line, rectangle, text
+from outcore.figure import COLOURS, SMALL, Axes, Span, document, legend, line, rectangle, text
 from outcore.report.evaluation import Evaluation, EvaluationCurve
 from outcore.report.graph_drawing.labels import text_width
 from outcore.report.graph_drawing.shading import mixed
@@ -43,24 +43,27 @@ def curves_svg(curves: Sequence[EvaluationCurve], *, kind: str) -> str:
 
 def confusion_svg(found: Evaluation) -> str:
     """True classes down, predicted ones across; shaded by the share of the true class."""
-    cell = 46.0 if len(found.classes) <= 8 else 30.0
-    beside = max(text_width(name, 12) for name in found.classes) + 34
-    top, size = 58.0, cell * len(found.classes)
+    widest = max(text_width(name, SMALL) for name in found.classes)
+    cell = max(30.0, min(84.0, 252.0 / len(found.classes)))
+    level = widest + 6 <= cell
+    beside, top, size = widest + 42, 36.0, cell * len(found.classes)
     out = [text(12, 20, f"Accuracy {_interval(found)}", "title")]
-    out.append(text(beside + size / 2, 40, "said", "middle"))
-    out.append(f'<g transform="rotate(-90 15 {top + size / 2:.1f})">{text(15, top + size / 2, "true", "middle")}</g>')
+    middle = f"{top + size / 2:.1f}"
+    out.append(f'<g transform="rotate(-90 15 {middle})">{text(15, top + size / 2, "true class", "middle")}</g>')
     for i, (name, row, total) in enumerate(zip(found.classes, found.confusion, found.counts, strict=True)):
         out.append(text(beside - 8, top + cell * (i + 0.5) + 4, name, "small end"))
-        at = beside + cell * (i + 0.5), top + size + 14
-        out.append(f'<g transform="rotate(28 {at[0]:.1f} {at[1]:.1f})">{text(*at, name, "small")}</g>')
+        at = beside + cell * (i + 0.5), top + size + 16
+        below = text(*at, name, "small middle" if level else "small end")
+        out.append(below if level else f'<g transform="rotate(-45 {at[0]:.1f} {at[1]:.1f})">{below}</g>')
         for j, number in enumerate(row):
             share = number / total if total else 0.0
             x, y = beside + cell * j, top + cell * i
             out.append(rectangle(x, y, cell, cell, mixed(share), f"{name} as {found.classes[j]}: {number}"))
             words = text(x + cell / 2, y + cell / 2 + 4, str(number), "small middle")
             out.append(words.replace("<text", '<text style="fill:#ffffff"', 1) if share > 0.55 else words)
-    below = top + size + 24 + 0.5 * beside
-    return document(max(beside + size + beside * 0.6, 300.0), below, out)
+    end = top + size + (22 if level else 0.71 * widest + 26)
+    out.append(text(beside + size / 2, end + 14, "predicted class", "middle"))
+    return document(max(beside + size + 20, _LEFT + _SIDE + _RIGHT), end + 26, out)
 
 
 def _interval(found: Evaluation) -> str:

@@ -20,7 +20,7 @@ from outcore.policies import kind_of_policy, policies_to_json
 
 __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 560, 400, 66, 78, 54, 20
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 560, 396, 66, 78, 54, 20
 
 
 def policy_counts(keeping: StepModel, one: Assignment) -> str:
@@ -31,7 +31,12 @@ def policy_counts(keeping: StepModel, one: Assignment) -> str:
 
 
 def frontier_table(
-    keeping: StepModel, found: Sequence[Assignment], chosen: Assignment | None = None, *, plain_s: float | None = None
+    keeping: StepModel,
+    found: Sequence[Assignment],
+    chosen: Assignment | None = None,
+    *,
+    plain_s: float | None = None,
+    plain_bytes: int | None = None,
 ) -> Table:
     """A row per assignment; the plan's own is marked.
 
@@ -40,21 +45,22 @@ def frontier_table(
         found: the frontier.
         chosen: the plan's own assignment.
         plain_s: the time of a plain step, as it is shown elsewhere.
+        plain_bytes: and its peak.
     """
     table = Table(title="time against memory (predicted)", title_justify="left", box=None, pad_edge=False)
     for name in ("peak", "of plain", "step", "of plain", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("pieces of memory, by what is done with them")
-    whole_s = plain_s or keeping.plain_s
+    whole_s, whole = plain_s or keeping.plain_s, plain_bytes or keeping.plain.peak_bytes
     most = max(_over_plain(keeping, a) for a in found)
-    if found[0].outcome.peak_bytes < keeping.plain.peak_bytes:  # something smaller is as fast
-        plain = format_bytes(keeping.plain.peak_bytes), "1.00", format_time(whole_s), "1.000x"
+    if found[0].policy:  # something smaller is as fast
+        plain = format_bytes(whole), "1.00", format_time(whole_s), "1.000x"
         table.add_row(*plain, "█" * round(16 / most), "plain training: all are kept")
     for one in found:
-        over, peak = _over_plain(keeping, one), one.outcome.peak_bytes
+        over, peak = _over_plain(keeping, one), one.outcome.peak_bytes if one.policy else whole
         table.add_row(
             format_bytes(peak),
-            f"{peak / keeping.plain.peak_bytes:.2f}",
+            f"{peak / whole:.2f}",
             format_time(over * whole_s),
             f"{over:.3f}x",
             "█" * round(16 * over / most),
@@ -86,9 +92,10 @@ def frontier_svg(
     budget_bytes: int | None = None,
     chosen: Assignment | None = None,
     plain_s: float | None = None,
+    plain_bytes: int | None = None,
 ) -> str:
     """The curve: peak memory to the right, time over plain upwards; plain training and the plan are marked."""
-    plain = keeping.plain.peak_bytes
+    plain = plain_bytes or keeping.plain.peak_bytes
     unit, words = bytes_unit(plain)
     high = max(1.1, *(_over_plain(keeping, a) for a in found)) * 1.03
     axes = Axes(
@@ -102,31 +109,26 @@ def frontier_svg(
     shown = f"plain training: {format_bytes(plain)}, {format_time(plain_s or keeping.plain_s)} a step (predicted)"
     out = [text(12, 20, name, "title"), text(12, 38, shown, "small quiet"), *axes.drawn()]
     entries = [("grey", "plain training"), ("blue", "fastest step for its memory")]
-    marks = [_mark(axes, keeping.floor[0] / unit, "one operation alone", _TOP + axes.height - 8)]
+    marks = [("least", keeping.floor[0], ("purple", "what one operation alone needs"))]
     if budget_bytes is not None and budget_bytes / unit <= axes.x.high:
-        marks.append(_mark(axes, budget_bytes / unit, f"budget {format_bytes(budget_bytes)}", _TOP + 14))
-    out += [upright for upright, _ in marks]
-    points = [(a.outcome.peak_bytes / unit, _over_plain(keeping, a)) for a in found]
+        marks.append(("limit", budget_bytes, ("vermillion", f"budget, {format_bytes(budget_bytes)}")))
+    for kind, nbytes, _ in marks:
+        px, _ = axes.at(nbytes / unit, axes.y.low)
+        out.append(line(px, axes.top, px, axes.top + axes.height, kind))
+    smaller = [a for a in found if a.policy]
+    points = [(a.outcome.peak_bytes / unit, _over_plain(keeping, a)) for a in smaller]
     out.append(axes.path([(plain / unit, 1.0), *points], "blue"))
-    for one, point in zip(found, points, strict=True):
+    for one, point in zip(smaller, points, strict=True):
         hint = f"{format_bytes(one.outcome.peak_bytes)}, {point[1]:.3f}x: {policy_counts(keeping, one)}"
         out.append(axes.point(*point, "blue", hint=hint))
     out.append(axes.point(plain / unit, 1.0, "grey", size=6, hint="plain training"))
     if chosen is not None:
-        where = chosen.outcome.peak_bytes / unit, _over_plain(keeping, chosen)
+        where = (chosen.outcome.peak_bytes if chosen.policy else plain) / unit, _over_plain(keeping, chosen)
         out.append(axes.point(*where, "orange", size=6, hint="this plan"))
         entries.append(("orange", f"this plan, {where[1]:.2f}x"))
-    out += [words for _, words in marks]
-    out += legend(entries, _LEFT, _HEIGHT - 14, _WIDTH - _LEFT)[0]
-    return document(_WIDTH, _HEIGHT, out)
-
-
-def _mark(axes: Axes, x: float, words: str, height: float) -> tuple[str, str]:
-    """An upright line with a word beside it, on the side where there is room."""
-    px, _ = axes.at(x, axes.y.low)
-    side, gap = ("end", -5) if px > axes.left + axes.width / 2 else ("", 5)
-    upright = line(px, axes.top, px, axes.top + axes.height, "limit")
-    return upright, text(px + gap, height, words, f"small over {side}")
+    entries += [entry for _, _, entry in marks]
+    drawn, end = legend(entries, _LEFT, _HEIGHT - 16, _WIDTH - _LEFT - 8)
+    return document(_WIDTH, end + 6, [*out, *drawn])
 
 
 def _over_plain(keeping: StepModel, one: Assignment) -> float:

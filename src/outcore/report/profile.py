@@ -134,7 +134,10 @@ def scaling_table(scaling: Scaling) -> Table:
     for column in table.columns[:-1]:
         column.justify, column.no_wrap = "right", True
     knees = {"time": scaling.knees("step_s"), "memory": scaling.knees("peak_bytes")}
+    largest = scaling.largest or 0
     for p in scaling.points:
+        if largest < p.size < 1.25 * largest and p.peak_bytes > scaling.capacity_bytes:
+            continue  # tried on the way to the largest
         notes = ["measured" if p.measured_s is not None else "scaled"] if measured else []
         notes += [f"knee of {what}" for what, sizes in knees.items() if p.size in sizes]
         notes += ["largest that fits"] if p.size == scaling.largest else []

@@ -79,13 +79,17 @@ def profile_svg(profile: Profile, *, depth: int = 6) -> str:
 
 def _step(profile: Profile, top: float) -> tuple[list[str], float]:
     """The phases of a step, to scale."""
-    out, left, scale = [], float(_SIDE), _INSIDE / (profile.step.step_s or 1.0)
+    out, left, scale, unnamed = [], float(_SIDE), _INSIDE / (profile.step.step_s or 1.0), []
     for name, fill in _PHASES.items():
         if seconds := getattr(profile.step, f"{name}_s"):
             said = "wait for the host" if name == "wait" else name
             out.append(rectangle(left, top, seconds * scale, _ROW, fill, f"{said}: {format_time(seconds)}"))
-            out += _label(left, top, seconds * scale, f"{said} {format_time(seconds)}", said)
+            named = _label(left, top, seconds * scale, f"{said} {format_time(seconds)}", said)
+            unnamed += [] if named else [f"{said} {format_time(seconds)}"]
+            out += named
             left += seconds * scale
+    if unnamed:
+        out.append(text(_SIDE + _INSIDE, top + _ROW + 33, f"at the end: {', '.join(unnamed)}", "small quiet end"))
     return [*out, *_axis(top + _ROW, profile.step.step_s, "time of a step")], top + _ROW + 52
 
 

@@ -38,7 +38,8 @@ from outcore.train.run_folder.folder import RunFolder
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.owner import owning
 from outcore.train.runners.build import build_runner
-from outcore.train.runners.runner import Runner, default_loss
+from outcore.train.runners.runner import Runner
+from outcore.train.runners.step_loss import default_loss
 from outcore.train.settings.config import Config
 from outcore.train.settings.schedules import make_schedule
 from outcore.train.start import forecast, start_table
@@ -101,7 +102,7 @@ def _train_in(
 ) -> int:
     """Train in a folder that this run owns."""
     with console.status("planning") if first_rank() else contextlib.nullcontext():
-        expected = forecast(job, first.inputs, config)
+        expected = forecast(job, first.inputs, config, first.targets)
         supply.check_labels(expected.graph)
         runner, expected = build_runner(config, job, expected, first, folder, apart=apart)
     feed, validation = supply.feeds(

@@ -6,6 +6,7 @@ device, and the table says what a plain step would need beside what was planned.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from rich.table import Table
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.cost.predicted.step_time import predict_step
+from outcore.cost.training_network import with_loss
 from outcore.errors import OutcoreError
 from outcore.graph import Graph, capture
+from outcore.graph.structure import substitute
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.machine.units import counted
@@ -48,6 +51,8 @@ class RunForecast:
     decisions: tuple[tuple[str, str], ...] = ()
     curve: tuple[int, ...] = ()
     """Memory of a plain step from call to call."""
+    loss_counted: bool = False
+    """Whether that is the memory of the step with its loss."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the graph."""
@@ -73,8 +78,11 @@ def device_here(name: str | None) -> tuple[str, Device]:
     return name or kind, rated(next((d for d in devices if d.kind == kind), devices[0]))
 
 
-def forecast(job: Job, inputs: Any, config: Config) -> RunForecast:
-    """Estimate a plain step for inputs of a given size: tensors, lazy batches, or a tuple of them."""
+def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunForecast:
+    """Estimate a plain step for inputs of a given size: tensors, lazy batches, or a tuple of them.
+
+    With targets the memory is that of the step with the job's own loss, as `outcore profile` shows it.
+    """
     _, device = device_here(config.train.device)
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     shapes = tuple(tuple(x.shape) for x in given if hasattr(x, "shape"))
@@ -84,7 +92,11 @@ def forecast(job: Job, inputs: Any, config: Config) -> RunForecast:
         timing = estimate_optimizer(costs, device, job.optimizer) if job.optimizer is not None else None
         step = predict_step(graph, costs, optimizer=timing)
         make = job.optimizer if job.optimizer is not None else 2.0
-        curve = memory_curve(graph, costs, optimizer=make)
+        curve, counted_loss = memory_curve(graph, costs, optimizer=make), False
+        if job.loss is not None and targets is not None:
+            with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded is not counted
+                whole = _record(job, given, config.train.precision, targets)
+                curve, counted_loss = memory_curve(whole, estimate(whole, device), optimizer=make), True
     except OutcoreError as error:
         return RunForecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
@@ -100,20 +112,23 @@ def forecast(job: Job, inputs: Any, config: Config) -> RunForecast:
         device.memory_bytes,
         notes,
         curve=tuple(totals[i] for i in thin(range(len(totals)), totals)),
+        loss_counted=counted_loss,
     )
 
 
-def _record(job: Job, inputs: Sequence[Any], precision: str) -> Graph:
-    """The graph for inputs of these shapes; nothing of this size is ever allocated."""
-    with torch.device("meta"):
-        stand_ins = tuple(
-            torch.empty(tuple(x.shape), dtype=x.dtype, device="cpu") if hasattr(x, "shape") else x for x in inputs
-        )
+def _record(job: Job, inputs: Sequence[Any], precision: str, targets: Any = None) -> Graph:
+    """The graph for inputs of these shapes, with the loss if there are targets; nothing of this size is allocated."""
+    stand_ins = tuple(
+        torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if hasattr(x, "shape") else x for x in inputs
+    )
+    target = substitute(targets, torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
     model = job.build("meta").train()
     if precision != "fp32":  # autocast looks at the device; weights that nobody fills in take no memory
         model = model.to_empty(device="cpu")
     with computing(precision, "cpu"):
-        return capture(model, stand_ins)
+        if job.loss is None or targets is None:
+            return capture(model, stand_ins)
+        return capture(with_loss(model, job.loss), stand_ins, {"target": target})
 
 
 def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, examples: int, batch: int) -> Table:

@@ -15,7 +15,7 @@ _WORDS = {
     "1f1b": "1F1B",
     "gems": "GEMS",
 }
-_WIDTH, _HEIGHT = 860, 384
+_WIDTH = 860
 _TOP, _TALL = 62, 240
 
 
@@ -24,10 +24,11 @@ def scaling_svg(found: Scaling) -> str:
     body = [text(24, 26, f"{found.job} on {found.device} over {found.link}, {found.mode} scaling", "title")]
     left, seen = _throughput(found)
     body += left + _where(found)
-    entries = [(_COLOURS[s], _WORDS[s]) for s in seen] + [("grey", "ideal")]
-    drawn, _ = legend(entries, 64, _HEIGHT - 42, 330)
-    shares, _ = legend([("sky", "compute"), ("vermillion", "waiting for the link")], 500, _HEIGHT - 42, 330)
-    return document(_WIDTH, _HEIGHT, [*body, *drawn, *shares])
+    entries = [(_COLOURS[s], _WORDS[s]) for s in seen] + [("light", "ideal")]
+    below = _TOP + _TALL + 62
+    drawn, end = legend(entries, 78, below, 340)
+    shares, _ = legend([("sky", "compute"), ("vermillion", "waiting for the link")], 500, below, 330)
+    return document(_WIDTH, end + 6, [*body, *drawn, *shares])
 
 
 def _throughput(found: Scaling) -> tuple[list[str], list[str]]:
@@ -38,10 +39,10 @@ def _throughput(found: Scaling) -> tuple[list[str], list[str]]:
     low = min(min(p.samples_per_s for p in found.points), ideal[0][1])
     high = max(most, ideal[-1][1])
     wide = len(counts) > 1 and counts[-1] > 8
-    x = Span(counts[0] * (0.9 if wide else 1), counts[-1] * (1.1 if wide else 1), "GPUs", log=wide)
+    x = Span(counts[0] * (0.9 if wide else 1), counts[-1] * (1.1 if wide else 1), "GPUs", wide, _apart(counts, wide))
     y = Span(low * 0.8 if wide else 0.0, high * 1.1, "samples per second", log=wide)
     axes = Axes(78, _TOP, 320, _TALL, x, y)
-    out = [*axes.drawn(), axes.path(ideal, "grey", width=1.5)]
+    out = [*axes.drawn(), axes.path(ideal, "light", width=7)]
     seen = [s for s in _COLOURS if found.of(s)]
     for strategy in seen:
         points = found.of(strategy)
@@ -56,7 +57,7 @@ def _where(found: Scaling) -> list[str]:
     points = found.of("data_parallel") or found.of(found.points[0].strategy)
     factor, unit = time_unit(max(p.step_s for p in points))
     most = max(p.step_s for p in points) / factor
-    axes = Axes(500, _TOP, 320, _TALL, Span(0, len(points), ""), Span(0, most * 1.1, f"step in {unit}"))
+    axes = Axes(500, _TOP, 320, _TALL, Span(0, len(points), ""), Span(0, most * 1.1, ""))
     below = _TOP + _TALL
     out = [line(500, below, 820, below, "axis")]
     for value in axes.y.ticks():
@@ -66,7 +67,7 @@ def _where(found: Scaling) -> list[str]:
         text(
             500,
             _TOP - 8,
-            f"step in {unit}: data parallel" if found.of("data_parallel") else f"step in {unit}",
+            f"time of a step ({unit})" + (", data parallel" if found.of("data_parallel") else ""),
             "small quiet",
         )
     )
@@ -83,5 +84,15 @@ def _where(found: Scaling) -> list[str]:
             hint = f"{p.gpus} GPUs: {word} {height:.3g} {unit}"
             out.append(rectangle(left, upper, width * 0.64, round(lower - upper, 1), colour, hint))
         out.append(text(left + width * 0.32, below + 17, f"{p.gpus:,}", "tick middle"))
-    out.append(text(660, below + 36, "GPUs", "small middle"))
+    out.append(text(660, below + 36, "GPUs", "middle"))
     return out
+
+
+def _apart(counts: list[int], log: bool) -> tuple[float, ...]:
+    """Of the numbers of GPUs those whose ticks do not touch."""
+    kept: list[float] = []
+    for n in counts:
+        share = Span(counts[0], counts[-1], "", log).share
+        if not kept or 320 * (share(n) - share(kept[-1])) > 34:
+            kept.append(float(n))
+    return tuple(kept)

@@ -71,10 +71,18 @@ class Scaling:
             (v2 - v1) / (s2 - s1)
             for (s1, v1), (s2, v2) in itertools.pairwise(zip(scale, values, strict=True))
         ]  # fmt: skip
-        found = []
-        for point, (before, after) in zip(points[1:-1], itertools.pairwise(slopes), strict=True):
-            if abs(after - before) > _CHANGE * max(abs(before), abs(after)):
-                found.append(point.size)
+        found: list[int] = []
+        last, largest = -2, 0.0
+        for i, (before, after) in enumerate(itertools.pairwise(slopes), 1):
+            change = abs(after - before) / (max(abs(before), abs(after)) or 1.0)
+            if change <= _CHANGE:
+                continue
+            if last == i - 1 and found:  # one bend between two sizes changes the slope at both: it is at the larger
+                if change > largest:
+                    found[-1] = points[i].size
+            else:
+                found.append(points[i].size)
+            last, largest = i, max(change, largest if last == i - 1 else 0.0)
         return found
 
     def _apart(self) -> list[SizePoint]:

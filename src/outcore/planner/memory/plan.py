@@ -65,6 +65,8 @@ class MemoryPlan:
     """What the loss adds to the last moment of forward."""
     order: MemoryFormat = field(default_factory=MemoryFormat)
     """Of images inside the network."""
+    known_plain_bytes: int | None = None
+    """The peak of plain training with its loss, where that was recorded too."""
 
     @cached_property
     def policy(self) -> dict[str, Policy]:
@@ -98,6 +100,8 @@ class MemoryPlan:
     @property
     def plain_bytes(self) -> int:
         """Predicted peak of plain training."""
+        if self.known_plain_bytes is not None:
+            return self.known_plain_bytes
         if self.order.plain_bytes is not None:
             return self.order.plain_bytes + self.reserved_bytes
         plain = self.keeping.plain

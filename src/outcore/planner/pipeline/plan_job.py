@@ -20,12 +20,13 @@ from typing import Any
 
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
+from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.link import Link
-from outcore.machine.units import parse_bytes
+from outcore.machine.units import parse_budget
 from outcore.plan_document import BatchNorm, Plan
 from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.plan import plan_memory
@@ -72,7 +73,8 @@ def plan(
     Args:
         source: a job, or a graph that was recorded with the batch of one step.
         devices: how many; all of the machine's if not given.
-        memory: what no device may exceed, like ``"8GiB"``; all it has if not given.
+        memory: what no device may exceed, like ``"8GiB"``, or ``"50%"`` of what a plain step with this batch would hold
+            on one device; all it has if not given.
         machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
         batch: samples of a step over all devices; see `batch_for` if not given. Only for a job.
         schedule: the only one to look at: model_parallel, gpipe, 1f1b or gems. The network is then cut into stages.
@@ -88,8 +90,11 @@ def plan(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     count = devices or where.ranks
     graph = source.capture(batch or batch_for(source, count)) if isinstance(source, Job) else source
-    limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
     costs = costs if costs is not None else estimate(graph, where)
+    if isinstance(memory, str):
+        plain = memory_curve(graph, costs, optimizer=_optimizer(source)).peak_bytes if "%" in memory else None
+        memory = parse_budget(memory, plain)
+    limit = memory or where.devices[0].memory_bytes
     if count == 1 and schedule is None and balance is None:
         optimizer = OptimizerCost.of(_optimizer(source), where.devices[0].kind)
         rate = where.devices[0].bandwidth_bytes_per_s

@@ -66,7 +66,7 @@ def chart(timeline: Timeline, *, width: int = 720, ranks: int = SHOWN_RANKS) -> 
             used[kind] = None
             out.extend(_bar(event, kind, axes, unit))
     entries = [(FILL[kind], MEANS[kind]) for kind in FILL if kind in used]
-    entries += [("#cfd6db", f"memory, of {format_bytes(highest)}")]
+    entries += [("light", "waiting"), ("#b9c3cb", f"memory, of {format_bytes(highest)}")]
     drawn, end = legend(entries, LEFT, below + 56, width - LEFT - 8)
     if count < len(timeline):
         drawn.append(text(LEFT, end + 12, f"first {count} of {len(timeline):,} ranks", "small quiet"))
@@ -120,4 +120,4 @@ def _memory(curve: RankMemory, axes: Axes, unit: float, floor: float, step_s: fl
         points.append(f"{x:.2f},{level:.2f}")
     end, _ = axes.at(step_s / unit, 0.0)
     outline = " ".join([*points, f"{end:.2f},{level:.2f}", f"{end:.2f},{floor}"])
-    return f'<polygon class="memory" fill="#cfd6db" stroke="{COLOURS["grey"]}" stroke-width=".6" points="{outline}"/>'
+    return f'<polygon class="memory" fill="#b9c3cb" stroke="{COLOURS["grey"]}" stroke-width=".6" points="{outline}"/>'

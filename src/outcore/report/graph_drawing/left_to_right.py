@@ -25,7 +25,7 @@ from outcore.report.graph_drawing.svg import COLOURS, LEGEND
 
 __all__ = ["landscape", "u_shape"]
 
-_HIGH, _GAP, _ROW, _PAD = 44.0, 58.0, 92.0, 26.0
+_HIGH, _GAP, _NEAR, _ROW, _PAD = 44.0, 58.0, 24.0, 92.0, 26.0
 _INK, _SKIP = "#59646e", "#0072b2"
 
 
@@ -144,12 +144,14 @@ def landscape(
     x = _PAD
     for column in columns:
         wide = max(map(sheet.width, column))
+        shapes = [text_width(sheet.label(a, b), SMALL) for a, b in view.edges if a in column]
+        wide = max([wide, *(width + 4 - _NEAR for width in shapes)])
         for i, name in enumerate(column):
             middle = top + (tallest * (_HIGH + 22) - 22) / 2
             y = middle + (i - (len(column) - 1) / 2) * (_HIGH + 22) - _HIGH / 2
             sheet.place[name] = x + (wide - sheet.width(name)) / 2, y
-        leaving = [sheet.label(a, b) for a, b in view.edges if a in column and (a, b) not in long]
-        x += wide + max([_GAP, *(text_width(words, SMALL) + 18 for words in leaving)])
+        x += wide + _NEAR
+    made = {a: sheet.label(a, b) for a, b in view.edges}
     for a, b in view.edges:
         if (a, b) not in long:
             _, ay, ax, _ = sheet.sides(a)
@@ -157,13 +159,14 @@ def landscape(
             middle = (ax + bx) / 2
             points = [(ax, ay + _HIGH / 2), (middle, ay + _HIGH / 2), (middle, by + _HIGH / 2), (bx, by + _HIGH / 2)]
             sheet.arrow(points if ay != by else [points[0], points[-1]])
-            sheet.words(middle, by + _HIGH / 2 - 6, sheet.label(a, b))
+    for name, words in made.items():
+        left, _, right, below = sheet.sides(name)
+        sheet.words((left + right) / 2, below + 14, words)
     for (a, b), track in zip(long, tracks, strict=True):
         left, ay, right, _ = sheet.sides(a)
         bx, by, _, _ = sheet.sides(b)
         up, start, end = top - 12 - 22 * track, right - (right - left) / 4, bx + 14
         sheet.arrow([(start, ay), (start, up), (end, up), (end, by)], _SKIP)
-        sheet.words((start + end) / 2, up - 4, sheet.label(a, b))
     return sheet.finished(title)
 
 

@@ -32,7 +32,6 @@ function lineChart({ title, series, lines = [], format = shortNumber, formatX = 
   if (xTitle) picture.append(drawing("text", { class: "tick middle", x: (left + W - right) / 2, y: H - 3 }, xTitle));
   for (const line of lines) {
     picture.append(drawing("line", { class: "limit", x1: left, x2: W - right, y1: py(line.y), y2: py(line.y) }));
-    picture.append(drawing("text", { class: "tick end limit-name", x: W - right, y: py(line.y) - 4 }, line.name));
   }
   drawn.forEach((s, i) => {
     let d = "", pen = false;
@@ -47,6 +46,7 @@ function lineChart({ title, series, lines = [], format = shortNumber, formatX = 
       if (s.y[k] !== null) picture.append(drawing("circle", { class: `dot s${i % 4}`, cx: px(x), cy: py(s.y[k]), r: 2.6 }));
     });
   });
+  for (const line of lines) picture.append(drawing("text", { class: "tick limit-name", x: left + 4, y: py(line.y) - 4 }, line.name));
   figure.append(picture);
   if (drawn.length > 1) figure.append(chartLegend(drawn));
   crossHair(figure, picture, { drawn, px, format, formatX, xTitle, left, right: W - right, top, base: H - bottom });
@@ -116,7 +116,7 @@ function shortNumber(v) {
   if (v === null || v === undefined) return "–";
   const size = Math.abs(v);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return v.toExponential(1).replace("e+", "e");
-  return Number(v.toPrecision(4)).toLocaleString("en");
+  return Number(v.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 12 });
 }
 
 function bytesText(v) {

@@ -43,6 +43,8 @@ function headline(run) {
 function runTrouble(run) {
   const lines = [];
   if (run.ended === "failed" && run.error) lines.push(run.error);
+  const held = (run.measured || {}).peak_bytes || 0, budget = run.budget_bytes || Infinity;
+  if (held > budget) lines.push(`a step held ${bytesText(held)}, more than the ${bytesText(budget)} allowed`);
   if (run.not_finite) lines.push(`${run.not_finite} steps were not finite and left the weights alone`);
   if (run.checkpoints_lost) lines.push(`${run.checkpoints_lost} checkpoints could not be written`);
   for (const tile of (run.damage || []).slice(0, 20)) lines.push(`read as glass: ${tile}`);
@@ -93,7 +95,7 @@ function evaluation(found, trained) {
     return [name, String(i) in trained ? number(trained[i]) : "–", number(found.counts[i]), number(right), row ? interval(row.roc) : "–", row ? interval(row.pr) : "–"];
   }));
   const line = (e) => [e.example, e.label, e.predicted, e.right ? "" : "wrong", e.probability.toFixed(3)];
-  const head = ["example", "true", "said", "", "p(true)"];
+  const head = ["example", "true", "predicted", "", "p(true)"];
   const worst = found.examples.filter((e) => !e.right).slice(0, 12);
   const all = html("details", html("summary", `all ${number(found.examples.length)} examples, the worst first`), grid(head, found.examples.slice(0, 2000).map(line)));
   return [

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from outcore.machine.units import counted
+from outcore.machine.units import counted, format_bytes
 from outcore.program import chart, save_trace
 from outcore.report import page, run_bundle
 from outcore.run.ranks.world import identify
@@ -100,6 +100,10 @@ def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Conso
     if supply.damage:
         said = f"read as glass: {counted(len(supply.damage), 'damaged tile')}; the first: {supply.damage[0]}"
         console.print(said, highlight=False, markup=False)
+    held, budget = loop.measured().get("peak_bytes"), loop.folder.read_facts().get("budget_bytes")
+    if held and budget and held > budget:
+        said = f"warning: a step held {format_bytes(held)}, more than the {format_bytes(budget)} allowed"
+        console.print(said, style="red", highlight=False)
     if where.not_finite:
         console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
     if loop.checkpoints_lost:

@@ -12,6 +12,7 @@ from outcore.data import Batch
 from outcore.errors import OutcoreError, PlanError, TrainError
 from outcore.job import Job
 from outcore.machine import known
+from outcore.machine.units import parse_budget
 from outcore.plan_document import Plan
 from outcore.planner.pipeline.batch_norm_images import norms_see
 from outcore.planner.pipeline.plan_job import plan as make_plan
@@ -22,7 +23,8 @@ from outcore.train.run_folder.folder import RunFolder
 from outcore.train.runners.engine_runner import EngineRunner, finite_only
 from outcore.train.runners.fitting import fit, refit
 from outcore.train.runners.replica_runner import ReplicaRunner
-from outcore.train.runners.runner import PlainRunner, default_loss
+from outcore.train.runners.runner import PlainRunner
+from outcore.train.runners.step_loss import default_loss
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import PRECISIONS
 from outcore.train.settings.schedules import make_optimizer
@@ -61,7 +63,7 @@ def _plain(
     torch.manual_seed(config.train.seed)
     device = device_here(config.train.device)[0]
     model = job.build().to(device).train()
-    made = fit(model, job, config, expected, first.inputs, folder)
+    made = fit(model, job, config, expected, first, folder)
     runner = PlainRunner(
         made.model,
         make_optimizer(config.optimizer, job),
@@ -72,7 +74,7 @@ def _plain(
         skip_nan=config.train.on_nan == "skip",
         lazy=made.lazy,
         accumulate=config.train.accumulate,
-        refit=refit(model, job, config, expected, first.inputs),
+        refit=refit(model, job, config, expected, first),
     )
     return runner, made.added(expected)
 
@@ -86,7 +88,7 @@ def _engine(
     plan = _agreed(config, expected, world)
     if plan is None:
         one = _one_share(first, world.size)
-        return _replicas(config, job, forecast(job, one.inputs, config), one, folder, world)
+        return _replicas(config, job, forecast(job, one.inputs, config, one.targets), one, folder, world)
     if world.rank == 0:
         plan.save(folder.plan)
     settings = config.train
@@ -125,7 +127,7 @@ def _replicas(
     device = str(choose_device(config.train.device, world.local_rank))
     model = job.build().to(device).train()
     try:
-        made = fit(model, job, config, expected, first.inputs, folder)
+        made = fit(model, job, config, expected, first, folder)
     except OutcoreError:
         if world.rank:  # one message is enough
             raise SystemExit(1) from None
@@ -159,7 +161,9 @@ def _one_share(first: MicroBatch, ranks: int) -> MicroBatch:
             return tuple(cut(x) for x in inputs)
         return inputs[:share] if isinstance(inputs, torch.Tensor) else inputs
 
-    return replace(first, inputs=cut(first.inputs), names=first.names[:share], rows=first.rows[:share])
+    return replace(
+        first, inputs=cut(first.inputs), targets=cut(first.targets), names=first.names[:share], rows=first.rows[:share]
+    )
 
 
 def _agreed(config: Config, expected: RunForecast, world: World) -> Plan | None:
@@ -204,7 +208,7 @@ def _plan(config: Config, expected: RunForecast, ranks: int) -> Plan:
     return make_plan(
         graph,
         devices=ranks,
-        memory=config.plan.memory,
+        memory=parse_budget(config.plan.memory, expected.peak_bytes) if config.plan.memory else None,
         machine=known(),
         schedule=cast("Any", config.plan.schedule),
         batch_norm=config.plan.batch_norm,

@@ -20,7 +20,9 @@ from outcore.machine.units import format_bytes, parse_budget
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.policies import kind_of_policy
+from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.folder import RunFolder
+from outcore.train.runners.step_loss import StepLoss
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import computing
 from outcore.train.start import RunForecast, device_here
@@ -44,6 +46,10 @@ class FittedModel:
     plan: Plan | None = None
     """The tiles, where there are any: a run that goes on takes them again."""
 
+    def deciding(self, *first: tuple[str, str]) -> FittedModel:
+        """The same, with what was decided before."""
+        return replace(self, decisions=(*first, *self.decisions))
+
     def added(self, expected: RunForecast) -> RunForecast:
         """The forecast with what was decided."""
         return replace(
@@ -52,9 +58,18 @@ class FittedModel:
 
 
 def fit(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, folder: RunFolder
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, first: MicroBatch, folder: RunFolder
 ) -> FittedModel:
-    """Fit a model on its device into the budget; without one, into the device as it is."""
+    """Fit a model on its device into the budget; without one, into the device as it is.
+
+    Args:
+        model: on its device.
+        job: what is trained.
+        config: the settings.
+        expected: the forecast of a plain step.
+        first: what a step is given.
+        folder: of the run, where tiles are kept.
+    """
     budget = parse_budget(config.plan.memory, expected.peak_bytes) if config.plan.memory else None
     if config.plan.file is not None:
         return _by_plan(model, Plan.load(config.plan.file))
@@ -62,21 +77,24 @@ def fit(
         return _tiled(model, config.plan.tile)
     if budget is None:
         return FittedModel(model)
-    if expected.peak_bytes is not None and expected.peak_bytes <= budget:
-        said = f"a plain step needs {format_bytes(expected.peak_bytes)} of the {format_bytes(budget)} allowed"
-        return FittedModel(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=expected.peak_bytes)
+    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory))
+    loss = StepLoss.of(model, job, first, expected)
+    beside = 0 if expected.loss_counted else loss.bytes
+    if expected.peak_bytes is not None and (peak := expected.peak_bytes + beside) <= budget:
+        said = f"{allowed[1]}, enough for a plain step, which needs {format_bytes(peak)} with its loss"
+        return FittedModel(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=peak)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
     if before is not None and before.stream is not None and before.memory_bytes == budget:
         if expected.graph is not None and before.graph == expected.graph.fingerprint:
-            return _by_plan(model, before)
-    made = _within_or_streamed(model, job, config, expected, inputs, budget)
+            return _by_plan(model, before).deciding(allowed)
+    made = _within_or_streamed(model, job, config, expected, first, budget, loss)
     if made.plan is not None:
         made.plan.save(folder.plan)
-    return made
+    return made.deciding(allowed)
 
 
 def refit(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, first: MicroBatch
 ) -> Callable[[], tuple[FittedModel, str] | None]:
     """Plan again for a smaller budget, after memory ran out."""
 
@@ -89,7 +107,9 @@ def refit(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
-            made = _within_or_streamed(_released(model), job, config, expected, inputs, budget)
+            own = _released(model)
+            loss = StepLoss.of(own, job, first, expected)
+            made = _within_or_streamed(own, job, config, expected, first, budget, loss)
         except OutcoreError:
             return None
         return made, f"planned again for {format_bytes(budget)}: {'; '.join(text for _, text in made.decisions)}"
@@ -98,33 +118,41 @@ def refit(
 
 
 def _within_or_streamed(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int
+    model: nn.Module,
+    job: Job,
+    config: Config,
+    expected: RunForecast,
+    first: MicroBatch,
+    budget: int,
+    loss: StepLoss,
 ) -> FittedModel:
     shape = expected.shapes[0] if expected.shapes else ()
     image_bytes = 4 * int(torch.Size(shape).numel())
     refused = []
     if 2 * image_bytes < budget:
         try:
-            return _within(model, job, config, expected, budget)
+            return _within(model, job, config, expected, budget, loss)
         except (PlanError, CaptureError) as error:
             refused.append(str(error).splitlines()[0])
     try:
-        return _streamed(model, job, config, expected, inputs, budget)
+        return _streamed(model, job, config, expected, first.inputs, budget, loss.bytes)
     except (PlanError, StreamError, CaptureError) as error:
         refused.append(str(error).splitlines()[0])
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}")
 
 
-def _within(model: nn.Module, job: Job, config: Config, expected: RunForecast, budget: int) -> FittedModel:
+def _within(
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, budget: int, loss: StepLoss
+) -> FittedModel:
     from outcore.train.settings.schedules import make_optimizer
     from outcore.within import memory_plan, within
 
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
-    beside = _loss_bytes(expected)
+    left = max(1, budget - loss.target_bytes)
     with computing(config.train.precision, device):
-        within(model, list(expected.shapes), memory=budget - beside, optimizer=optimizer, stream=False, quiet=True)
+        within(model, list(expected.shapes), memory=left, loss=loss, optimizer=optimizer, stream=False, quiet=True)
     plan = memory_plan(model)
     assert isinstance(plan, MemoryPlan)  # tiles are planned for a slide that is read as it goes, below
     kinds: dict[str, int] = {}
@@ -132,24 +160,18 @@ def _within(model: nn.Module, job: Job, config: Config, expected: RunForecast, b
         kind = kind_of_policy(how)
         kinds[kind] = kinds.get(kind, 0) + 1
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
-    peak = plan.peak_bytes + beside
+    peak = plan.peak_bytes + loss.target_bytes
     said = f"{format_bytes(peak)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
     step_s = None if expected.step_s is None else expected.step_s * plan.slowdown
     return FittedModel(model, False, (("within", said),), step_s, peak)
 
 
-def _loss_bytes(expected: RunForecast) -> int:
-    """Bytes that a loss holds beside the model's output: about one number for each of it, as cross-entropy does."""
-    graph = expected.graph
-    return 0 if graph is None else sum(4 * torch.Size(graph.values[v].shape).numel() for v in graph.outputs)
-
-
 def _streamed(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int, beside: int
 ) -> FittedModel:
     from outcore.train.runners.tiling import plan_stream
 
-    return _by_plan(model, plan_stream(model, job, config, expected, inputs, budget))
+    return _by_plan(model, plan_stream(model, job, config, expected, inputs, budget, beside))
 
 
 def _by_plan(model: nn.Module, plan: Plan) -> FittedModel:
@@ -174,6 +196,12 @@ def _tiled(model: nn.Module, tile: int) -> FittedModel:
 
     said = f"the early part of the network in tiles of {tile} pixels"
     return FittedModel(stream(arranged(model), tile=tile, workers=readers(model)), True, (("streamed", said),))
+
+
+def _share_of_plain(memory: str | None) -> str:
+    """What a share is a share of, in words; nothing for a size."""
+    share = (memory or "").strip()
+    return f", {share} of a plain step's" if share.endswith("%") else ""
 
 
 def _released(model: nn.Module) -> nn.Module:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
 
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.data import Batch
@@ -28,7 +27,7 @@ from outcore.train.run_folder.saving import load_state, save_state
 from outcore.train.runners.fitting import FittedModel
 from outcore.train.settings.precision import computing
 
-__all__ = ["PlainRunner", "Runner", "StepOutcome", "default_loss"]
+__all__ = ["PlainRunner", "Runner", "StepOutcome"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -279,19 +278,6 @@ class _RealBytes(LiveBytes):
     def _note(self, tensor: Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:
         if not tensor.is_meta and not isinstance(tensor, FakeTensor):
             super()._note(tensor, operation, source, counted=counted)
-
-
-def default_loss(output: Any, target: Any) -> Tensor:
-    """Cross-entropy for class numbers (of images or pixels), mean squared error for values."""
-    if not isinstance(output, Tensor):
-        raise TrainError(f"the model returns {type(output).__name__}; write loss(output, target) into the job")
-    if target is None:
-        raise TrainError("the batches have no targets; write loss(output, target) into the job, or give --data")
-    if target.dtype.is_floating_point:
-        return F.mse_loss(output, target.reshape(output.shape).to(output.dtype))
-    if output.ndim == 1 or output.shape[1] == 1:
-        return F.binary_cross_entropy_with_logits(output, target.reshape(output.shape).to(output.dtype))
-    return F.cross_entropy(output, target)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -45,8 +45,10 @@ _LOOKED_THROUGH = 2**23
 """The most pixels of a level that is searched for glass."""
 
 
-def plan_stream(model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int) -> Plan:
-    """Boundary and tiles for a budget; the optimizer's state is counted too.
+def plan_stream(
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int, beside: int = 0
+) -> Plan:
+    """Boundary and tiles for a budget; the optimizer's state is counted too, and `beside`, what the loss holds.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
@@ -60,17 +62,20 @@ def plan_stream(model: nn.Module, job: Job, config: Config, expected: RunForecas
         graph = capture(model, list(expected.shapes))
         costs = estimate(graph, device)
         try:
-            found = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
+            found = plan_tiles(
+                graph, memory=max(1, budget - state - beside), costs=costs, statistics=config.plan.statistics
+            )
         except PlanError as error:
             if error.least_bytes is None:
                 raise
-            least, beside = format_bytes(error.least_bytes + state), format_bytes(state)
-            said = f"streaming needs at least {least}, {beside} of it for the optimizer's state; give at least that"
+            least, of_state = format_bytes(error.least_bytes + state + beside), format_bytes(state)
+            said = f"streaming needs at least {least}, {of_state} of it for the optimizer's state; give at least that"
             raise PlanError(said) from None
         share = computed_share(inputs, graph, found)
     step_s = found.time_s * share + found.passes * found.tiles * _FOUND_S
     # The peak that is said is the one that is planned: with the optimizer's state, as the budget counts it.
-    said = f"{found.words}, predicted peak {format_bytes(found.peak_bytes + state)}"
+    peak = found.peak_bytes + state + beside
+    said = f"{found.words}, predicted peak {format_bytes(peak)}"
     if share < 1:
         said += f", about {100 * share:.0f} % of it tissue"
     recorded = expected.graph if expected.graph is not None else graph
@@ -80,7 +85,7 @@ def plan_stream(model: nn.Module, job: Job, config: Config, expected: RunForecas
         exactness="reassociated",
         stream=found.document(),
         memory_bytes=budget,
-        predicted=PredictedStep(step_s, (found.peak_bytes + state,), 0.0, "estimate"),
+        predicted=PredictedStep(step_s, (peak,), 0.0, "estimate"),
         why=(f"{said}, {duration(step_s)} a step",),
     )
 

@@ -1,0 +1,89 @@
+"""What a loss holds beside the output of its model.
+
+A plan of a model's own values ends with its output. A loss over every pixel holds as much again and more: cross-entropy
+keeps the logarithms of all probabilities, and two gradients of that size are alive at once in its backward. The loss is
+recorded as a network whose input is the output, without memory for either, and its curve is that of any other network.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
+from outcore.errors import OutcoreError
+from outcore.graph import Graph, capture
+from outcore.graph.record.recording import Ref
+from outcore.graph.structure import substitute
+
+__all__ = ["loss_bytes_in", "loss_bytes_of"]
+
+
+class _Loss(nn.Module):
+    """A loss as a network, on the device of its model."""
+
+    def __init__(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.loss = loss
+        self.register_buffer("place", torch.empty(0, device=device), persistent=False)
+
+    def forward(self, output: Any) -> torch.Tensor:
+        """The loss of an output."""
+        return self.loss(output)
+
+
+def loss_bytes_of(graph: Graph, loss: Callable[[Any], torch.Tensor] | None, device: torch.device) -> int:
+    """What the loss holds beside the model's output, which may be any structure of tensors.
+
+    >>> from torch.nn import functional as F
+    >>> graph = capture(nn.Conv2d(3, 4, 1), [(1, 3, 16, 16)])
+    >>> mask = torch.zeros(1, 16, 16, dtype=torch.long)
+    >>> loss_bytes_of(graph, lambda output: F.cross_entropy(output, mask), torch.device("cpu")) // (4 * 4 * 16 * 16)
+    2
+    """
+    if loss is None or graph.executable is None:
+        return 0
+
+    def stand_in(ref: Ref) -> Any:
+        value = graph.values.get(ref.name)
+        if value is None:
+            return ref
+        dtype = getattr(torch, value.dtype)
+        return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
+
+    output = substitute(graph.executable[1].result, Ref, stand_in)
+    try:
+        alone = capture(_Loss(loss, device), (output,))
+        curve = memory_curve(alone, account(alone), optimizer=0.0)
+    except OutcoreError as error:
+        print(f"outcore: what the loss holds is not counted: {error}", file=sys.stderr)
+        return 0
+    return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
+
+
+def loss_bytes_in(whole: MemoryCurve, graph: Graph, costs: Costs, optimizer: OptimizerCost) -> int:
+    """The same for a step that was recorded with its loss: what makes the turn of the model's own step as high.
+
+    A model alone keeps its output for whoever called it; a loss that does not need it to the end lets go of it, so
+    this is exact where `loss_bytes_of` is a bound.
+
+    Args:
+        whole: the memory of the step with its loss.
+        graph: of the model alone.
+        costs: of the model alone.
+        optimizer: of the step.
+    """
+    of_loss = [m.bytes.total for m in whole.moments if m.call and m.call not in graph.calls]
+    if not of_loss:
+        return 0
+    own = memory_curve(graph, costs, optimizer=optimizer)
+    last = [m for m in own.moments if m.phase == "forward"][-1].bytes
+    gradients = sum(graph.values[name].bytes for name in graph.outputs)
+    return max(of_loss) - last.total - gradients + last.workspace - costs.library_bytes

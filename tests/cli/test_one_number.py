@@ -1,0 +1,79 @@
+"""One number for each quantity: the peak of a plain step is the same in every command, and shares are shares of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Shown, outcore_command
+
+JOB = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def model():
+    layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Conv2d(8, 16, 1))
+
+def batch(size):
+    return torch.rand(size, 3, 32, 32), torch.randint(16, (size, 32, 32))
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+"""
+LOSS = """
+def loss(output, target):
+    return F.cross_entropy(output, target)
+"""
+
+
+def run(*words: str, code: int = 0) -> Shown:
+    shown = outcore_command(*words)
+    assert shown.returncode == code, shown.stderr
+    return shown
+
+
+def plain_peak(*words: str) -> int:
+    found = json.loads(run("profile", *words, "--json").stdout)["profiles"][0]
+    return int(found["memory"]["peak_bytes"])
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(JOB + request.param)
+    return "job.py"
+
+
+@pytest.mark.parametrize("job", ["", LOSS], ids=["loss not given", "loss of every pixel"], indirect=True)
+def test_the_plain_peak_is_the_same_in_every_command(job: str, tmp_path: Path) -> None:
+    peak = plain_peak(job)
+    assert peak > 0
+    said = run("plan", job).stdout
+    shown = f"{peak / 2**10:.1f} KiB"
+    assert f"of plain {shown})" in said and f"\n{shown} " in said  # the plan, and the first row of its frontier
+    assert json.loads(run("verify", job, "--json", "--memory", "90%").stdout)["plain_bytes"] == peak
+    run("train", job, "--steps", "2", "--device", "cpu", "--out", "run")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["forecast"]["peak_bytes"] == peak
+    if (tmp_path / "job.py").read_text().endswith(LOSS):
+        assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("job", [LOSS], ids=[""], indirect=True)
+def test_a_budget_may_be_a_share_of_it_everywhere(job: str, tmp_path: Path) -> None:
+    peak = plain_peak(job)
+    verdict = json.loads(run("verify", job, "--json", "--memory", "85%").stdout)
+    assert verdict["planned_bytes"] <= 0.85 * peak and verdict["agrees"]
+    for machine in (["--machine", "v100x2"], ["--machine", "v100x2", "--grid", "auto"]):
+        whole = plain_peak(job, "-b", "2", "--on", "v100")
+        plan = json.loads(run("plan", job, "-b", "2", *machine, "--memory", "97%", "--json").stdout)
+        assert plan["memory_bytes"] == int(0.97 * whole) and max(plan["predicted"]["peak_bytes"]) <= 0.97 * whole
+    said = run("train", job, "--steps", "1", "--device", "cpu", "--memory", "90%", "--out", "run").stdout
+    assert f"{0.9 * peak / 2**10:.1f} KiB, 90% of a plain step's" in said
+    for command in ("plan", "verify"):
+        refused = run(command, job, "--memory", "many%", code=1)
+        assert "'many%' is no share; write for example 50%" in refused.stderr
