@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from outcore.errors import OutcoreError
@@ -39,7 +40,7 @@ from outcore.memory.chunked_loss.head import Head
 from outcore.memory.chunked_loss.reductions import reduction
 from outcore.memory.chunked_loss.row_ops import RowLayout, RowOp, row_op
 
-__all__ = ["LazyRows", "lazy_linear"]
+__all__ = ["LazyRows", "lazily", "lazy_linear"]
 
 _METADATA = frozenset(
     "shape dtype device requires_grad is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized is_nested layout "
@@ -298,3 +299,26 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 before = grads[i]
                 grads[i] = more if before is None else before + more
     return tuple(grads[: len(inputs)])
+
+
+def lazily(
+    rows_per_chunk: int, name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """The result of a planned last layer, if the call is one that can wait."""
+    if module is not None:
+        if type(module) is not nn.Linear or len(args) != 1 or kwargs:
+            return None
+        operands: tuple[Any, ...] = (args[0], module.weight, module.bias)
+    else:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        if name != "linear" or len(args) > 3 or set(given) - {"input", "weight", "bias"}:
+            return None
+        operands = tuple(given.get(key) for key in ("input", "weight", "bias"))
+    x, weight, bias = operands
+    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight)) or weight.dim() != 2 or x.dim() < 2:
+        return None
+    if bias is not None and type(bias) not in (torch.Tensor, nn.Parameter):
+        return None
+    if not any(t is not None and t.requires_grad for t in operands) or not x.numel() or x.is_inference():
+        return None
+    return lazy_linear(x, weight, bias, rows_per_chunk=rows_per_chunk)
