@@ -221,6 +221,8 @@ def differentiate(run: Run) -> None:
     if not losses or not t.requires_grad:
         return
     if run.draw.random() < 0.6:
+        if run.wrote:  # which of two views that share what was written has the gradient is not defined
+            return
         (grad,) = torch.autograd.grad(losses[-1], t, retain_graph=True, allow_unused=True)
         run.see(torch.zeros(tuple(t.shape)) if grad is None else grad)
         return

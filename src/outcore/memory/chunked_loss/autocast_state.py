@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,12 @@ class AutocastState:
     def of(cls, device: torch.device) -> AutocastState:
         """The state that is in force now."""
         kind = device.type
+        if kind == "meta":
+            return cls(kind, False, torch.float32)
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def restored(self) -> torch.autocast:
+    def restored(self) -> contextlib.AbstractContextManager[object]:
         """The same state again, without its cache of casts: what it would hold is gone."""
+        if self.device == "meta":
+            return contextlib.nullcontext()
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

@@ -17,6 +17,7 @@ tensors are made as views of what was made whole, so that writing in place is se
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,7 @@ class LazyRows(LazyTensor):
     @staticmethod
     def __new__(cls, head: Head, parent: LazyRows | None = None, op: RowOp | None = None) -> LazyRows:
         shape = (*head.x.shape[:-1], head.columns) if op is None else op.shape
-        stride = op.stride if op is not None else torch.empty(shape, device="meta").stride()
+        stride = op.stride if op is not None else tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         made: LazyRows = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=head.dtype if op is None else op.dtype, device=head.x.device
         )

@@ -14,9 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from outcore.memory.chunked_loss.autocast_state import AutocastState
-from outcore.planner.memory.row_wise import ACTIVATIONS, CASTS, INDEXING, PERMUTING, RESHAPING, SCALING, SOFTMAX
+from outcore.planner.memory.row_wise import (
+    ACTIVATIONS,
+    CASTS,
+    INDEXING,
+    PERMUTING,
+    RESHAPING,
+    ROW_WISE,
+    SCALING,
+    SOFTMAX,
+)
 
 __all__ = ["RowLayout", "RowOp", "row_op"]
 
@@ -88,8 +98,15 @@ def row_op(
     name: str, func: Callable[..., Any], tensor: torch.Tensor, layout: RowLayout, args: tuple[Any, ...], kwargs: Any
 ) -> RowOp | None:
     """What a call does to a lazy tensor of that layout, if it is a row operation."""
-    if _has_tensor(args) or _has_tensor(kwargs.values()):
+    if name not in ROW_WISE or _has_tensor(args) or _has_tensor(kwargs.values()):
         return None
+    with _disable_current_modes():  # who counts memory must not count what has none
+        return _row_op(name, func, tensor, layout, args, kwargs)
+
+
+def _row_op(
+    name: str, func: Callable[..., Any], tensor: torch.Tensor, layout: RowLayout, args: tuple[Any, ...], kwargs: Any
+) -> RowOp | None:
     # On the meta device: shapes, strides and whether memory is shared, without computing anything.
     like = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
     on_chunk, after, dtype = None, layout, tensor.dtype
