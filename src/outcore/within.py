@@ -36,6 +36,7 @@ from outcore.graph.record.recorder import planning
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
+from outcore.memory.chunked_loss.dry_run import loss_stays_lazy
 from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
@@ -211,6 +212,7 @@ def within(
         order=order,
         quiet=quiet,
         beside_bytes=loss_bytes,
+        loss_by_rows=on_output is not None and _loss_by_rows(graph, on_output),
         margin=margin,
         rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
@@ -373,10 +375,8 @@ class _Loss(nn.Module):
         return self.loss(output)
 
 
-def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int:
-    """What the loss holds beside the model's output, which may be any structure of tensors."""
-    if loss is None or graph.executable is None:
-        return 0
+def _output(graph: Graph) -> Any:
+    """What the model returns, on the meta device."""
 
     def stand_in(ref: Ref) -> Any:
         value = graph.values.get(ref.name)
@@ -385,7 +385,21 @@ def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int
         dtype = getattr(torch, value.dtype)
         return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
 
-    output = substitute(graph.executable[1].result, Ref, stand_in)
+    return substitute(graph.executable[1].result, Ref, stand_in) if graph.executable is not None else None
+
+
+def _loss_by_rows(graph: Graph, loss: Callable[[Any], torch.Tensor]) -> bool:
+    """Whether the loss of the largest output never needs it whole."""
+    output = _output(graph)
+    tensors = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.dim() > 1]
+    return bool(tensors) and loss_stays_lazy(loss, output, max(tensors, key=lambda t: t.numel()))
+
+
+def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int:
+    """What the loss holds beside the model's output, which may be any structure of tensors."""
+    if loss is None or graph.executable is None:
+        return 0
+    output = _output(graph)
     try:
         alone = capture(_Loss(loss, graph_device(graph)), (output,))
         curve = memory_curve(alone, account(alone), optimizer=0.0)

@@ -66,7 +66,13 @@ def test_gradients_and_peak_of_a_model_with_its_loss(kind: dict[str, Any]) -> No
     model = copy.deepcopy(plain)
     before = _peak(plain, tokens)
     outcore.within(
-        model, (), {"tokens": tokens, "labels": tokens}, memory="30%", optimizer=0.0, exact="reassociated", quiet=True
+        model,
+        (),
+        {"tokens": tokens, "labels": tokens},
+        memory="30%",
+        optimizer=0.0,
+        exact="reassociated",
+        quiet=True,
     )
     plan = outcore.memory_plan(model)
     assert isinstance(plan, MemoryPlan) and plan.chunked is not None and plan.exactness == "reassociated"
@@ -83,7 +89,12 @@ def test_gradients_and_peak_of_a_model_with_its_loss(kind: dict[str, Any]) -> No
 
 def test_bitwise_names_what_chunks_would_do() -> None:
     model, tokens = Language(), _tokens()
-    asked: dict[str, Any] = {"kwargs": {"tokens": tokens, "labels": tokens}, "optimizer": 0.0, "quiet": True}
+    asked: dict[str, Any] = {
+        "kwargs": {"tokens": tokens, "labels": tokens},
+        "optimizer": 0.0,
+        "quiet": True,
+        "measure_s": 0.3,
+    }
     with pytest.raises(PlanError, match=r'with exact="reassociated", [\d.]+ MiB would do'):
         outcore.within(model, (), memory="30%", **asked)
 
@@ -99,6 +110,37 @@ def test_other_uses_of_the_logits_keep_the_layer_whole() -> None:
             return found
 
     model, tokens = Mixed(), _tokens()
-    asked: dict[str, Any] = {"kwargs": {"tokens": tokens, "labels": tokens}, "optimizer": 0.0, "quiet": True}
+    asked: dict[str, Any] = {
+        "kwargs": {"tokens": tokens, "labels": tokens},
+        "optimizer": 0.0,
+        "quiet": True,
+        "measure_s": 0.3,
+    }
     with pytest.raises(PlanError, match="cannot be done within"):
         outcore.within(model, (), memory="40%", exact="reassociated", **asked)
+
+
+def test_a_loss_after_the_model() -> None:
+    torch.manual_seed(0)
+    plain, tokens = Language().double(), _tokens()
+    model = copy.deepcopy(plain)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.view(-1, CLASSES), tokens.to(logits.device).view(-1))
+
+    outcore.within(
+        model, (tokens,), memory="30%", loss=loss, optimizer=0.0, exact="reassociated", measure_s=0.3, quiet=True
+    )
+    plan = outcore.memory_plan(model)
+    assert isinstance(plan, MemoryPlan) and plan.chunked is not None
+    peaks = []
+    for each in (plain, model):
+        with LiveBytes() as live:
+            logits = each(tokens)
+            assert logits.argmax(-1).shape == tokens.shape
+            loss(logits).backward()
+        peaks.append(live.peak)
+    assert peaks[1] < peaks[0] / 2
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert torch.allclose(one.grad, two.grad, rtol=0, atol=1e-10)
