@@ -26,7 +26,7 @@ from outcore.compiled.install import compile_within, is_compiled
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.cost.predicted.loss_memory import loss_bytes_of
+from outcore.cost.predicted.loss_memory import loss_bytes_of, output_of
 from outcore.cost.predicted.rough import without_gaps
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
@@ -34,6 +34,7 @@ from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recorder import planning
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes, parse_bytes
+from outcore.memory.chunked_loss.dry_run import loss_stays_lazy
 from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
@@ -209,6 +210,7 @@ def within(
         order=order,
         quiet=quiet,
         beside_bytes=loss_bytes,
+        loss_by_rows=on_output is not None and _loss_by_rows(graph, on_output),
         margin=margin,
         rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
@@ -356,6 +358,13 @@ def graph_device(graph: Graph) -> torch.device:
     """Where the model of a graph is."""
     first = next(iter((*graph.module.model.parameters(), *graph.module.model.buffers())), None)
     return first.device if first is not None else torch.device("cpu")
+
+
+def _loss_by_rows(graph: Graph, loss: Callable[[Any], torch.Tensor]) -> bool:
+    """Whether the loss of the largest output never needs it whole."""
+    output = output_of(graph)
+    tensors = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.dim() > 1]
+    return bool(tensors) and loss_stays_lazy(loss, output, max(tensors, key=lambda t: t.numel()))
 
 
 def _budget(memory: str | int | None) -> tuple[float | None, int | None]:

@@ -23,7 +23,7 @@ from outcore.graph import Graph, capture
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import substitute
 
-__all__ = ["loss_bytes_in", "loss_bytes_of"]
+__all__ = ["loss_bytes_in", "loss_bytes_of", "output_of"]
 
 
 class _Loss(nn.Module):
@@ -39,6 +39,19 @@ class _Loss(nn.Module):
         return self.loss(output)
 
 
+def output_of(graph: Graph) -> Any:
+    """What the model of a graph returns, on the meta device."""
+
+    def stand_in(ref: Ref) -> Any:
+        value = graph.values.get(ref.name)
+        if value is None:
+            return ref
+        dtype = getattr(torch, value.dtype)
+        return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
+
+    return substitute(graph.executable[1].result, Ref, stand_in) if graph.executable is not None else None
+
+
 def loss_bytes_of(graph: Graph, loss: Callable[[Any], torch.Tensor] | None, device: torch.device) -> int:
     """What the loss holds beside the model's output, which may be any structure of tensors.
 
@@ -50,17 +63,8 @@ def loss_bytes_of(graph: Graph, loss: Callable[[Any], torch.Tensor] | None, devi
     """
     if loss is None or graph.executable is None:
         return 0
-
-    def stand_in(ref: Ref) -> Any:
-        value = graph.values.get(ref.name)
-        if value is None:
-            return ref
-        dtype = getattr(torch, value.dtype)
-        return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
-
-    output = substitute(graph.executable[1].result, Ref, stand_in)
     try:
-        alone = capture(_Loss(loss, device), (output,))
+        alone = capture(_Loss(loss, device), (output_of(graph),))
         curve = memory_curve(alone, account(alone), optimizer=0.0)
     except OutcoreError as error:
         print(f"outcore: what the loss holds is not counted: {error}", file=sys.stderr)

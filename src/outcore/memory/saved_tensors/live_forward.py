@@ -33,6 +33,7 @@ from outcore.graph.naming import function_name
 from outcore.graph.record.intercept import is_recording, opened
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.structure import leaves
+from outcore.memory.chunked_loss.lazy_rows import lazily
 from outcore.memory.encode.bitmask_relu import rectified_by_bits
 from outcore.memory.encode.byte_index_pool import pooled_by_bytes
 from outcore.memory.encode.pool_positions import window_of_call
@@ -267,6 +268,11 @@ class LiveForward(TorchFunctionMode):
                 self.buffers.about_to_write(written)
             return self._beside(plan, run, called, kwargs)
         self.met += 1
+        if plan.rows_per_chunk and not self._sharded and self.keeper is None:
+            lazy = lazily(plan.rows_per_chunk, name, module, args, kwargs)
+            if lazy is not None:
+                self.buffers.after(plan, lazy)
+                return lazy
         own = self.buffers.at.get(written.untyped_storage().data_ptr()) if written is not None else None
         call: RecordedCall | None = None
         if plan.records:

@@ -351,9 +351,10 @@ class ManagedForward:
             plan.keeping.buffers,
             plan.script,
             reassociated=self.settings.reassociated,
+            chunked=plan.chunked,
         )
         compiled = None
-        if replays:
+        if replays and plan.chunked is None:
             compiled = prepare(
                 found.graph,
                 found.graph.executable[1],

@@ -16,12 +16,15 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.machine.units import format_bytes
+from outcore.memory.chunked_loss.dry_run import stays_lazy
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.op_fusion.profitability import step_s
 from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.saved_tensors.plan_cache import known_least, known_policy, remember_least, remember_plan
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.applicable import check_policy
+from outcore.planner.memory.chunked_region import find_region
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy
@@ -68,6 +71,85 @@ def propose(
     Raises:
         PlanError: the budget is too small, or policies chosen by hand do not meet it.
     """
+    try:
+        whole = _proposed(graph, model, costs, settings, device, first, inherited=inherited, near=near)
+    except PlanError as refused:
+        try:
+            found = in_chunks(graph, model, costs, settings, device, None)
+        except PlanError as smaller:
+            raise (smaller if settings.reassociated else _naming(refused, smaller.least_bytes)) from None
+        if found is None:
+            raise
+        if not settings.reassociated:
+            raise _naming(refused, found.plan.peak_bytes) from None
+        return found
+    if settings.reassociated and (whole.plan.policy or not whole.plan.state.idle):
+        return in_chunks(graph, model, costs, settings, device, whole) or whole
+    return whole
+
+
+def in_chunks(
+    graph: Graph,
+    model: nn.Module,
+    costs: Costs,
+    settings: Settings,
+    device: torch.device,
+    whole: CallProposal | None,
+) -> CallProposal | None:
+    """The fastest proposal in which the last layer and its loss run in chunks; none if they cannot, or if `whole`, in
+    which they do not, is as fast.
+
+    Raises:
+        PlanError: nothing else fits, and this does not either; names the smallest budget that does.
+    """
+    if settings.budget_bytes is None or settings.policy is not None or settings.graphs:
+        return None
+    region = find_region(graph, costs, loss_bytes=settings.beside_bytes, loss_after=settings.loss_by_rows)
+    if region is None or not stays_lazy(region, graph, model):
+        return None
+    rate = memory_rate(device)
+    beside = settings.beside_bytes if region.ends else 0
+    alone = replace(settings, states=(StatePolicy(),), fuse=False, beside_bytes=beside)
+    best, refused = whole, None
+    for tried in region.candidates(rate):
+        written, expected = tried.applied(graph, costs, rate)
+        try:
+            found = _proposed(written, model, expected, alone, device, None)
+        except PlanError as error:
+            if refused is None or (error.least_bytes or 0) < (refused.least_bytes or 0):
+                refused = error
+            continue
+        plan = replace(found.plan, chunked=tried, order=_against_plain(found.plan.order, graph, costs, settings))
+        if best is None or plan.slowdown < best.plan.slowdown:
+            best = replace(found, plan=plan)
+        if not plan.policy:  # more chunks would only take longer
+            break
+    if best is None and refused is not None:
+        raise refused
+    return best if best is not whole else None
+
+
+def _naming(refused: PlanError, least_bytes: int | None) -> PlanError:
+    """A refusal that says what the last layer in chunks would do."""
+    if least_bytes is None or (refused.least_bytes is not None and least_bytes >= refused.least_bytes):
+        return refused
+    again = PlanError(f'{refused}; with exact="reassociated", {format_bytes(least_bytes)} would do')
+    again.least_bytes, again.least_policy = refused.least_bytes, refused.least_policy
+    return again
+
+
+def _proposed(
+    graph: Graph,
+    model: nn.Module,
+    costs: Costs,
+    settings: Settings,
+    device: torch.device,
+    first: MemoryPlan | None,
+    *,
+    inherited: bool = False,
+    near: MemoryPlan | None = None,
+) -> CallProposal:
+    """A proposal with every layer as it is."""
     rate = memory_rate(device)
     fused = SelectedFusions()
     if settings.reassociated and settings.fuse:

@@ -24,6 +24,7 @@ from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.memory.replay.compile_policies import room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
+from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.policies import KEEP, Keep, Policy, Recompute
 from outcore.program.script import Script
 from outcore.program.script_layout import ScriptLayout, layout_of
@@ -75,6 +76,8 @@ class CallPlan:
 
     hooked: bool = False
     """What autograd keeps of it is looked at."""
+    rows_per_chunk: int = 0
+    """It is the last layer, whose result and loss are made in chunks of so many rows."""
 
 
 class ModulePlans:
@@ -125,6 +128,7 @@ def compile_policies(
     script: tuple[Script, Script],
     *,
     reassociated: bool = False,
+    chunked: ChunkedRegion | None = None,
 ) -> PolicyTable:
     """Lay a plan out call by call.
 
@@ -134,8 +138,12 @@ def compile_policies(
         buffers: of the graph.
         script: of the forward and the backward (`outcore.planner.memory.script`).
         reassociated: whether results may differ by rounding.
+        chunked: the last layer and its loss, where they run in chunks.
     """
-    return _Compiler(graph, model, buffers, layout_of(*script)).table(reassociated)
+    compiler = _Compiler(graph, model, buffers, layout_of(*script))
+    if chunked is not None:
+        compiler.at(chunked.head).rows_per_chunk = chunked.rows_per_chunk
+    return compiler.table(reassociated)
 
 
 class _Compiler:

@@ -46,6 +46,8 @@ class Settings:
     """Do not say what was measured."""
     beside_bytes: int = 0
     """What the loss holds between forward and backward."""
+    loss_by_rows: bool = False
+    """Whether that loss treats rows of the output one by one."""
     rounding_bytes: int = 0
     """What an allocator may give too much in all."""
     margin: float = 0.0
@@ -86,4 +88,5 @@ class PlannedCall:
     def __post_init__(self) -> None:
         self.merged = self.compiled is not None and self.compiled.ahead
         self.idle = not self.plan.policy and not self.merged and self.plan.order.inside is None
+        self.idle &= self.plan.chunked is None
         """Whether the model's own forward will do; found once, since resolving policies takes a while."""

@@ -31,6 +31,8 @@ def explain(plan: MemoryPlan, depth: int = 1) -> str:
     ]
     if plan.order.why:
         lines.append(f"  memory order: {plan.order}")
+    if plan.chunked is not None:
+        lines.append(f"  {plan.chunked}, {format_bytes(plan.chunked.chunk_bytes)} each")
     if not plan.policy and plan.state.idle:
         return "\n".join(lines)
     lines.append(f"  the peak is in {place(plan.keeping, int(plan.outcome.curve.argmax()))}")

@@ -22,6 +22,7 @@ from outcore.machine.units import format_bytes
 from outcore.ops.encoding import LOSSY
 from outcore.plan_document import Exactness, Plan, PredictedStep
 from outcore.planner.memory.buckets import OffloadableParams
+from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.explain import explain, place
@@ -67,6 +68,8 @@ class MemoryPlan:
     """Of images inside the network."""
     known_plain_bytes: int | None = None
     """The peak of plain training with its loss, where that was recorded too."""
+    chunked: ChunkedRegion | None = None
+    """The last layer and its loss, where they run in chunks."""
 
     @cached_property
     def policy(self) -> dict[str, Policy]:
