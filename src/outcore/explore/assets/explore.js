@@ -34,6 +34,8 @@ class Page {
     this.panels.replaceChildren(...PANELS.map((panel) => make("section", { id: `panel-${panel.key}`, role: "tabpanel", "aria-labelledby": `tab-${panel.key}`, hidden: true })));
     this.facts();
     this.open(this.chosen);
+    const { functions, modules, geometry } = this.store.data.drawing;
+    layOutAhead(this.store.data.start.functions || !modules.flat[ROOT] ? functions : modules, geometry);
   }
 
   facts() {
