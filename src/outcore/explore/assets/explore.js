@@ -8,6 +8,7 @@ const PANELS = [
   { key: "breakdown", title: "Breakdown", needs: "costs", show: showBreakdown },
   { key: "timeline", title: "Timeline", needs: "costs", show: showTimeline },
   { key: "plan", title: "Plan", needs: "costs", show: showPlan },
+  { key: "run", title: "Run", needs: "costs", show: showRunPanel },
 ];
 
 class Page {
