@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json as json_module
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,12 @@ def explore(
     inputs: Inputs = None,
     arguments: Arguments = None,
     batch: Batch = None,
+    image: Annotated[
+        int | None, typer.Option("--image", min=1, help="Longest side of the images.", show_default="the job's own")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Folder of a run to show beside it.", show_default="runs/NAME")
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option("--machine", "--on", help="h200, 4xa100 or a machine's JSON file.", show_default="this machine"),
@@ -48,19 +55,26 @@ def explore(
         outcore explore torchvision.models:resnet50 -i 64x3x224x224 --on h200 --devices 4
 
         outcore explore job.py --on a100 --export page.html
+
+        outcore explore runs/first      (the job of a run, and the run itself while it goes on)
     """
     from outcore.explore.parts import ExploreSettings, explore_bundle
 
-    settings = ExploreSettings(
-        job,
-        tuple(inputs or ()),
-        tuple(arguments or ()),
-        machine,
-        batch,
-        devices,
-        memory,
-        measured,
-        seconds,
+    base = ExploreSettings(job)
+    if Path(job).is_dir():
+        from outcore.explore.watched_run import settings_of_run
+
+        base = settings_of_run(Path(job))
+    given = {"batch": batch, "devices": devices, "memory": memory, "run": str(run) if run is not None else None}
+    settings = replace(
+        base,
+        inputs=tuple(inputs or base.inputs),
+        arguments=tuple(arguments or base.arguments),
+        machine=machine,
+        image=image,
+        measured=measured,
+        seconds=seconds,
+        **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
     if json or export is not None:
         from outcore.explore.page import explore_page

@@ -18,6 +18,7 @@ from typing import Any
 
 from outcore.cost.costs import Costs
 from outcore.cost.profile import Profile, profile
+from outcore.explore.child_process import leave_with_parent
 from outcore.explore.line_costs import LineCost, source_files
 from outcore.explore.parts import ExploreSettings
 from outcore.explore.worker import trouble_of
@@ -116,6 +117,7 @@ def _functions(text: str, lines: Mapping[int, LineCost]) -> list[int]:
 
 def main() -> None:
     """Read settings, write facts or what went wrong; what the job prints goes to standard error."""
+    leave_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     given = json.load(sys.stdin)

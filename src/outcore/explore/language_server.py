@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from outcore.explore.child_process import answer_of
 
 if TYPE_CHECKING:
     from lsprotocol import types as lsp
@@ -131,27 +131,13 @@ class EditorSession:
 
 async def _facts(given: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Run a job in a process of its own."""
-    worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outcore.explore.editor_facts"),
-        cwd=str(folder),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    job = given["job"]
-    trouble = {"file": str(Path(job).resolve()), "line": 1}
-    try:
-        out, _ = await asyncio.wait_for(worker.communicate(json.dumps(given).encode()), seconds)
-        found: dict[str, Any] = json.loads(out)
+    module, job = "outcore.explore.editor_facts", given["job"]
+    found, wrong = await answer_of(module, given, seconds=seconds, folder=str(folder))
+    if isinstance(found, dict):
         return found
-    except TimeoutError:
-        return {"trouble": trouble | {"message": f"{job} was not recorded within {seconds:g} s"}}
-    except ValueError:
-        return {"trouble": trouble | {"message": f"the process of {job} ended with code {worker.returncode}"}}
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-            await worker.wait()
+    late = f"{job} was not recorded within {seconds:g} s"
+    said = late if wrong == "time" else f"the process of {job} ended with {wrong}"
+    return {"trouble": {"file": str(Path(job).resolve()), "line": 1, "message": said}}
 
 
 def language_server() -> LanguageServer:

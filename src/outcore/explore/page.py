@@ -21,11 +21,21 @@ from outcore.report.page import embedded
 
 __all__ = ["explore_page"]
 
-SHARED = ("layout.js", "picture.js", "details.js", "search.js", "camera.js", "hand.js", "graph.js", "charts.js")
+SHARED = (
+    "layout.js",
+    "picture.js",
+    "details.js",
+    "search.js",
+    "camera.js",
+    "hand.js",
+    "graph.js",
+    "charts.js",
+    "run.js",
+)
 """Scripts of `outcore.report`, in the order they are run."""
 SCRIPTS = (
     *("text.js", "store.js", "svg_axes.js", "predictions.js", "overview.js", "frontier.js", "code.js", "network.js"),
-    *("breakdown.js", "timeline.js", "plan.js", "live.js", "explore.js"),
+    *("breakdown.js", "timeline.js", "timeline_lanes.js", "plan.js", "run_panel.js", "live.js", "explore.js"),
 )
 STYLES = ("base.css", "panels.css")
 

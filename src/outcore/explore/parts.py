@@ -22,6 +22,7 @@ from outcore.explore.commands import command_rows
 from outcore.explore.line_costs import SourceFile, source_files
 from outcore.explore.many_devices import pipeline_json
 from outcore.explore.plan_points import PlanTable
+from outcore.explore.resized_job import resized_job
 from outcore.explore.size_grid import predict_sizes
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
@@ -43,10 +44,14 @@ class ExploreSettings:
     machine: str | None = None
     """By name; this machine if not given."""
     batch: int | None = None
+    image: int | None = None
+    """Longest side of the images; the job's own if not given."""
     devices: int | None = None
     """To plan for; one if not given."""
     memory: str | None = None
     """A budget to begin with, smaller than what the device has."""
+    run: str | None = None
+    """Folder of a run that is shown beside the job; where `outcore train` would keep it if not given."""
     measured: bool = False
     """Whether every call is run here, instead of being predicted."""
     seconds: float = 20.0
@@ -55,8 +60,9 @@ class ExploreSettings:
     """For every point of the frontier."""
 
     def load(self) -> Job:
-        """The job."""
-        return Job.load(self.job, inputs=self.inputs, arguments=self.arguments)
+        """The job, with images of the size that is looked at."""
+        job = Job.load(self.job, inputs=self.inputs, arguments=self.arguments)
+        return job if self.image is None else resized_job(job, self.image)
 
 
 class Explored:
@@ -99,6 +105,7 @@ class Explored:
             "about": {
                 "job": settings.job,
                 "batch": shown.size,
+                "image": settings.image,
                 "device": shown.device.name,
                 "kind": shown.device.kind,
                 "capacity_bytes": shown.device.memory_bytes,
@@ -179,5 +186,9 @@ class Explored:
 
 def explore_bundle(settings: ExploreSettings) -> dict[str, Any]:
     """All pieces of a job's page, the last of each."""
+    from outcore.explore.watched_run import run_piece
+
     explored = Explored(settings)
-    return explored.first() | dict(explored.later())
+    found = explored.first() | dict(explored.later())
+    run = run_piece(Path(settings.run)) if settings.run else None
+    return found | ({"run": run} if run is not None else {})

@@ -3,10 +3,13 @@
     GET  /TOKEN/            the page
     GET  /TOKEN/events      pieces of the bundle as they are made (server-sent events)
     POST /TOKEN/simulate    what a step takes with policies changed by hand
+    POST /TOKEN/measure     run a step on this machine, and record it
+    POST /TOKEN/size        look at another batch and image size
 
 The address has a random token in it; every other path is not found, whatever it is, and there is no way to ask for a
 file. Requests under another host name are refused (a page elsewhere may not reach this one by its own name), and so are
-posts from another origin. What a page sends is names of blocks and policies, checked against the network's own.
+posts from another origin. What a page sends is numbers, names of blocks and policies,
+and plans, all checked against the network's own.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from outcore.errors import OutcoreError
 from outcore.explore.page import explore_page
 from outcore.explore.parts import ExploreSettings
 from outcore.explore.supervisor import Limits, Supervisor
+from outcore.explore.watched_run import default_folder, watch_run
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -41,6 +45,7 @@ _HEADERS = {
 }
 _MOST_BYTES = 1 << 20
 _ALIVE_S = 15.0
+_LARGEST = 1 << 20
 
 
 def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> Starlette:
@@ -78,23 +83,45 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
         except OutcoreError as error:
             return JSONResponse({"error": str(error)}, 400)
 
+    async def measure(request: Request) -> Response:
+        try:
+            body = await _body(request)
+            plan, needed = (body.get("plan"), body.get("needed_bytes")) if isinstance(body, dict) else (0, 0)
+            if not isinstance(plan, dict | None) or not isinstance(needed, int):
+                raise OutcoreError("a request has the fields plan, a document or null, and needed_bytes, a number")
+            return JSONResponse(await supervisor.measure(plan, needed))
+        except OutcoreError as error:
+            return JSONResponse({"error": str(error)}, 400)
+
+    async def size(request: Request) -> Response:
+        try:
+            await supervisor.resize(*_size(await _body(request)))
+            return JSONResponse({})
+        except OutcoreError as error:
+            return JSONResponse({"error": str(error)}, 400)
+
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         await supervisor.start()
-        watching = asyncio.create_task(_watch(supervisor)) if watch else None
+        settings = supervisor.settings
+        folder = Path(settings.run) if settings.run else default_folder(settings.job)
+        work = [_watch(supervisor), watch_run(folder, supervisor.show_run)] if watch else []
+        watching = [asyncio.create_task(one) for one in work]
         try:
             yield
         finally:
-            if watching is not None:
-                watching.cancel()
+            for task in watching:
+                task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await watching
+                    await task
             await supervisor.close()
 
     routes = [
         Route("/{token}/", guarded(show), methods=["GET"]),
         Route("/{token}/events", guarded(events), methods=["GET"]),
         Route("/{token}/simulate", guarded(simulate), methods=["POST"]),
+        Route("/{token}/measure", guarded(measure), methods=["POST"]),
+        Route("/{token}/size", guarded(size), methods=["POST"]),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)
     app = Starlette(routes=routes, middleware=[hosts], lifespan=life)
@@ -141,6 +168,15 @@ def _asked(body: Any) -> tuple[dict[str, str], dict[str, str]]:
         if not isinstance(part, dict) or not all(isinstance(v, str) for v in part.values()):
             raise OutcoreError("a request has the fields policy and change, each a map from names to policies")
     return parts[0], parts[1]  # type: ignore[return-value]
+
+
+def _size(body: Any) -> tuple[int | None, int | None]:
+    """Batch and image, none for the job's own."""
+    given = [body.get(name, 0) for name in ("batch", "image")] if isinstance(body, dict) else [0]
+    fits = [n is None or (isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= _LARGEST) for n in given]
+    if len(given) != 2 or not all(fits):
+        raise OutcoreError(f"a request has the fields batch and image, each a number from 1 to {_LARGEST:,} or null")
+    return given[0], given[1]
 
 
 async def _watch(supervisor: Supervisor) -> None:

@@ -8,25 +8,23 @@ the last network that worked stay, and a message says what went wrong.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outcore.errors import OutcoreError
+from outcore.explore.child_process import answer_of, end, resident_bytes, spawn
 from outcore.explore.parts import ExploreSettings
 from outcore.machine.units import format_bytes
 
 __all__ = ["Limits", "Supervisor"]
 
-_LONGEST = 1 << 28
-"""Bytes of one message."""
 _EVERY_S = 0.25
+_WORKER = "outcore.explore.worker"
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,26 @@ class Supervisor:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._asked = 0
         self._ready = asyncio.Event()
+        self._measuring = False
+        self.run: dict[str, Any] | None = None
+        """A training run that is watched."""
+        self.size: tuple[int | None, int | None] = (settings.batch, settings.image)
+        """Batch and image that are looked at; none for the job's own."""
+
+    async def resize(self, batch: int | None, image: int | None) -> None:
+        """Look at the job with another batch and image size; none for what it was started with."""
+        self.size = (batch or self.settings.batch, image or self.settings.image)
+        await self.start()
 
     async def start(self) -> None:
         """Look at the job, from the beginning."""
         await self._end_worker()
         self._say(status={"kind": "busy", "text": "recording the network…"})
-        worker = self._spare if self._spare is not None and self._spare.returncode is None else await self._spawn()
-        self._spare, self._worker = None, worker
+        spare, self._spare = self._spare, None
+        worker = spare if spare is not None and spare.returncode is None else await spawn(_WORKER)
+        self._worker = worker
         self._ready.clear()
-        self._write(worker, {"explore": asdict(self.settings)})
+        self._write(worker, {"explore": asdict(replace(self.settings, batch=self.size[0], image=self.size[1]))})
         self._begin(self._read(worker))
         self._begin(self._drain(worker))
         self._begin(self._guard(worker))
@@ -83,7 +92,7 @@ class Supervisor:
     async def close(self) -> None:
         """End all workers."""
         await self._end_worker()
-        await _end(self._spare)
+        await end(self._spare)
         for task in self._tasks:
             task.cancel()
 
@@ -113,12 +122,57 @@ class Supervisor:
         value: dict[str, Any] = answer["value"]
         return value
 
+    async def measure(self, plan: dict[str, Any] | None, needed_bytes: int) -> dict[str, Any]:
+        """Run a step on this machine, in a process of its own, and record it.
+
+        Args:
+            plan: the document of the plan to run it by; none for plain training.
+            needed_bytes: what the step is predicted to hold; refused if that is not free here.
+
+        Raises:
+            OutcoreError: it cannot be run, is ended by a limit, or another one is running.
+        """
+        if self._measuring:
+            raise OutcoreError("a step is running already; wait for it")
+        self._measuring = True
+        limits = self.limits
+        settings = asdict(replace(self.settings, batch=self.size[0], image=self.size[1]))
+        request = {"settings": settings, "plan": plan, "needed_bytes": needed_bytes}
+        try:
+            found, wrong = await answer_of(
+                "outcore.explore.measured_step", request, seconds=limits.first_s, most_bytes=limits.most_bytes
+            )
+        finally:
+            self._measuring = False
+        if wrong == "time":
+            raise OutcoreError(f"the step was not done within {limits.first_s:g} s")
+        if wrong.startswith("memory"):
+            held, most = format_bytes(int(wrong.split()[-1])), format_bytes(limits.most_bytes)
+            raise OutcoreError(f"the step took {held} of this machine's memory; it may take {most}")
+        if wrong:
+            raise OutcoreError(f"the step's process ended with {wrong}")
+        if "error" in found:
+            raise OutcoreError(found["error"])
+        measured: dict[str, Any] = found
+        return measured
+
+    def show_run(self, piece: dict[str, Any]) -> None:
+        """Have a training run's figures on the page, whatever becomes of the job."""
+        self.run = piece
+        self._say(pieces={"run": piece})
+
     async def messages(self) -> AsyncIterator[str]:
         """What a page is sent: first all that is known, then what changes."""
         queue: asyncio.Queue[str] = asyncio.Queue()
         self._listeners.add(queue)
         try:
-            yield json.dumps({"pieces": self.pieces, "status": self.status, "trouble": self.trouble})
+            yield json.dumps(
+                {
+                    "pieces": self.pieces | ({"run": self.run} if self.run else {}),
+                    "status": self.status,
+                    "trouble": self.trouble,
+                }
+            )
             while True:
                 yield await queue.get()
         finally:
@@ -150,6 +204,7 @@ class Supervisor:
             pieces = message["pieces"]
             if "about" in pieces:
                 self.pieces = {}
+                pieces["about"]["resized"] = self.size != (self.settings.batch, self.settings.image)
                 self._ready.set()
                 self._say(pieces=pieces, trouble=None, status={"kind": "busy", "text": "predicting other sizes…"})
                 if self._keeps_spare and self._spare is None:
@@ -181,7 +236,7 @@ class Supervisor:
         while worker.returncode is None and worker is self._worker:
             await asyncio.sleep(_EVERY_S)
             waited += _EVERY_S
-            held = _resident_bytes(worker.pid)
+            held = resident_bytes(worker.pid)
             if held > self.limits.most_bytes:
                 said = (
                     f"the job's process took {format_bytes(held)}; it may take {format_bytes(self.limits.most_bytes)}"
@@ -191,25 +246,16 @@ class Supervisor:
             else:
                 continue
             self._worker = None
-            await _end(worker)
+            await end(worker)
             trace = "".join(self.printed)[-3000:]
             self._fail({"kind": "the job's process was ended", "message": said, "place": "", "trace": trace})
 
     async def _start_spare(self) -> None:
-        self._spare = await self._spawn()
-
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "outcore.explore.worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LONGEST,
-        )
+        self._spare = await spawn(_WORKER)
 
     async def _end_worker(self) -> None:
         worker, self._worker = self._worker, None
-        await _end(worker)
+        await end(worker)
 
     def _begin(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -220,19 +266,3 @@ class Supervisor:
     def _write(worker: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
         assert worker.stdin is not None
         worker.stdin.write(json.dumps(message).encode() + b"\n")
-
-
-async def _end(worker: asyncio.subprocess.Process | None) -> None:
-    if worker is not None and worker.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            worker.kill()
-        await worker.wait()
-
-
-def _resident_bytes(pid: int) -> int:
-    """What a process holds in memory; 0 where the system does not say."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.errors import OutcoreError
+from outcore.explore.child_process import leave_with_parent
 from outcore.explore.parts import Explored, ExploreSettings
 from outcore.graph.source import blame
 
@@ -32,9 +33,10 @@ Send = Callable[[dict[str, Any]], None]
 
 def main() -> None:
     """Answer requests until standard input ends."""
+    leave_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
-    requests: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
@@ -42,18 +44,18 @@ def main() -> None:
         answers.flush()
 
     explored: Explored | None = None
-    while (request := requests.get()) is not None:
+    while True:
+        request = requests.get()
         if "explore" in request:
             explored = _explore(request["explore"], requests, send)
         else:
             _answer(request, explored, send)
-    os._exit(0)  # threads of the job must not keep it alive
 
 
-def _read(requests: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin:
         requests.put(json.loads(line))
-    requests.put(None)
+    os._exit(0)  # nobody listens any more, whatever the job is doing
 
 
 def _explore(given: dict[str, Any], requests: queue.SimpleQueue[Any], send: Send) -> Explored | None:
@@ -67,10 +69,7 @@ def _explore(given: dict[str, Any], requests: queue.SimpleQueue[Any], send: Send
         for name, value in explored.later():
             send({"pieces": {name: value}})
             while not requests.empty():
-                request = requests.get()
-                if request is None:
-                    os._exit(0)
-                _answer(request, explored, send)
+                _answer(requests.get(), explored, send)
         send({"done": True})
         return explored
     except BaseException as error:  # a job may raise anything, also SystemExit

@@ -6,6 +6,7 @@ from outcore.program.compile import compile_program as compile_program
 from outcore.program.drawing.chart import chart as chart
 from outcore.program.drawing.gantt import gantt as gantt
 from outcore.program.drawing.gantt import rich_gantt as rich_gantt
+from outcore.program.drawing.trace import load_trace as load_trace
 from outcore.program.drawing.trace import save_trace as save_trace
 from outcore.program.drawing.trace import trace as trace
 from outcore.program.instructions import Backward as Backward

@@ -55,8 +55,8 @@ def run_bundle(folder: Path) -> dict[str, Any]:
     return {**made, "run": run}
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Everything a run left behind, as plain values."""
+def read_run(folder: Path, *, evaluation: bool = True) -> dict[str, Any]:
+    """Everything a run left behind, as plain values; `evaluation` of its predictions takes longest, and can wait."""
     facts_file = folder / "run.json"
     if not facts_file.is_file():
         raise OutcoreError(f"{folder} holds no run; a run is made by: outcore train JOB --out {folder}")
@@ -70,7 +70,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "plan": read_json(plan, MapOf(), OutcoreError) if plan.is_file() else None,
         "config": read_text(config, OutcoreError, "YAML") if config.is_file() else "",
         "timeline": read_text(timeline, OutcoreError, "SVG") if timeline.is_file() else None,
-        "evaluation": _evaluation(folder, facts.get("classes") or ()),
+        "evaluation": _evaluation(folder, facts.get("classes") or ()) if evaluation else None,
     }
 
 

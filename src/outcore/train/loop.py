@@ -8,6 +8,7 @@ that continues after an interruption does bitwise what it would have done withou
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -19,14 +20,14 @@ import torch
 from torch.optim import lr_scheduler
 
 from outcore.errors import CheckpointError, DataError, TrainError
-from outcore.program import Timeline
+from outcore.program import Timeline, trace
 from outcore.run.checkpoint.restore import has_checkpoint
 from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
 from outcore.train.metrics import make_metrics
 from outcore.train.position import TrainingPosition
 from outcore.train.progress import ProgressDisplay
 from outcore.train.run_folder.experiment import changes
-from outcore.train.run_folder.folder import RunFolder
+from outcore.train.run_folder.folder import RunFolder, replace
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.predictions import Predictions
 from outcore.train.runners.runner import Runner, StepOutcome
@@ -260,6 +261,7 @@ class Loop:
         where.end_epoch()
         if self.journal is not None:
             self.journal.add_epoch(row)
+            self._write_trace()
         shown = "  ".join(f"{name.removeprefix('validation_')} {value:.4g}" for name, value in figures.items())
         said = f"epoch {where.epoch}: loss {row['loss']:.4g}"
         self.show.say(said + (f"  validation: {shown}{'  (best)' if better else ''}" if figures else ""))
@@ -268,6 +270,12 @@ class Loop:
             if self.journal is not None:
                 self._write_predictions()
         self.save()
+
+    def _write_trace(self) -> None:
+        """Write the step that was recorded last, for whoever watches; a full disk ends no run."""
+        with contextlib.suppress(OSError):
+            if self.timeline is not None:
+                replace(self.folder.path / "trace.json", json.dumps(trace(self.timeline), ensure_ascii=False))
 
     def _write_predictions(self) -> None:
         """Write the table of the best epoch; a full disk ends no run."""

@@ -8,6 +8,7 @@ const PANELS = [
   { key: "breakdown", title: "Breakdown", needs: "costs", show: showBreakdown },
   { key: "timeline", title: "Timeline", needs: "costs", show: showTimeline },
   { key: "plan", title: "Plan", needs: "costs", show: showPlan },
+  { key: "run", title: "Run", needs: "costs", show: showRunPanel },
 ];
 
 class Page {
@@ -34,6 +35,8 @@ class Page {
     this.panels.replaceChildren(...PANELS.map((panel) => make("section", { id: `panel-${panel.key}`, role: "tabpanel", "aria-labelledby": `tab-${panel.key}`, hidden: true })));
     this.facts();
     this.open(this.chosen);
+    const { functions, modules, geometry } = this.store.data.drawing;
+    layOutAhead(this.store.data.start.functions || !modules.flat[ROOT] ? functions : modules, geometry);
   }
 
   facts() {

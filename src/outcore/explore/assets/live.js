@@ -30,11 +30,12 @@ class Live {
   /** Put pieces in their places; the network's own come together, because panels read several of them. */
   pieces(pieces) {
     const { store } = this, { about, graph } = store.data, network = Boolean(pieces.about);
-    const other = network && about && (pieces.about.batch !== about.batch || pieces.graph.fingerprint !== graph.fingerprint);
+    const other = network && about && (pieces.about.batch !== about.batch || pieces.about.image !== about.image || pieces.graph.fingerprint !== graph.fingerprint);
     if (network) {
       delete store.data.plans;
       delete store.data.sizes;
       store.hand = null;
+      store.measured.clear();
       if (other) Object.assign(store, { batch: null, image: null });
     }
     Object.assign(store.data, pieces);

@@ -37,8 +37,8 @@ class Network extends GraphTab {
     else if (!part && path !== null && !this.state.functions) this.set("functions", true), this.follow();
   }
 
-  redraw(anchor = null) {
-    super.redraw(anchor);
+  redraw(anchor = null, aim = undefined) {
+    super.redraw(anchor, aim);
     if (this.store) this.paint();
   }
 
@@ -80,31 +80,34 @@ class Network extends GraphTab {
     return 0;
   }
 
+  /** Colour all boxes; those that come into sight later are coloured when they are made. */
   paint() {
-    const shown = this.drawing.placed.filter((placed) => !placed.open), { store } = this;
-    const values = new Map(shown.map((placed) => [placed.part, this.value(this.sketch.parts[placed.part].block) * 1]));
-    const most = Math.max(...values.values(), 1e-12);
-    for (const group of this.world.querySelectorAll(".box")) {
-      const path = this.sketch.parts[group.dataset.part].block;
-      let fill = "", share = 0;
-      if (this.shade === "time" || this.shade === "memory") {
-        share = Math.sqrt(values.get(group.dataset.part) / most);
-        fill = `color-mix(in oklab, var(--hot) ${Math.round(share * 82)}%, var(--cold))`;
-      } else if (this.shade === "policy") {
-        const row = store.plan?.blocks[path] ?? {};
-        const total = POLICIES.reduce((sum, kind) => sum + (row[kind] ?? 0), 0);
-        const main = POLICIES.slice(1).sort((a, b) => (row[b] ?? 0) - (row[a] ?? 0))[0];
-        share = total ? (row[main] ?? 0) / total : 0;
-        fill = share ? `color-mix(in oklab, var(--${main}) ${Math.round(20 + share * 60)}%, var(--cold))` : "var(--cold)";
-      } else if (this.shade === "stage") {
-        const stages = store.data.pipeline?.stage_of ?? {};
-        const stage = stages[path] ?? Object.entries(stages).find(([name]) => store.inside(name, path))?.[1];
-        fill = stage === undefined ? "var(--cold)" : `color-mix(in oklab, ${STAGES[stage % STAGES.length]} 45%, var(--cold))`;
-      }
-      for (const rect of group.querySelectorAll("rect:not(.inner)")) rect.style.fill = fill;
-      group.classList.toggle("dark-fill", share > 0.72 && this.shade !== "policy");
-    }
+    let most = 1e-12;
+    for (const placed of this.drawing.placed) if (!placed.open) most = Math.max(most, this.value(this.sketch.parts[placed.part].block));
+    this.picture.dress = (group, part) => this.colour(group, this.sketch.parts[part].block, most);
+    this.picture.dressAll();
     this.scale(most);
+  }
+
+  colour(group, path, most) {
+    const { store } = this;
+    let fill = "", share = 0;
+    if (this.shade === "time" || this.shade === "memory") {
+      share = Math.sqrt(this.value(path) / most);
+      fill = `color-mix(in oklab, var(--hot) ${Math.round(share * 82)}%, var(--cold))`;
+    } else if (this.shade === "policy") {
+      const row = store.plan?.blocks[path] ?? {};
+      const total = POLICIES.reduce((sum, kind) => sum + (row[kind] ?? 0), 0);
+      const main = POLICIES.slice(1).sort((a, b) => (row[b] ?? 0) - (row[a] ?? 0))[0];
+      share = total ? (row[main] ?? 0) / total : 0;
+      fill = share ? `color-mix(in oklab, var(--${main}) ${Math.round(20 + share * 60)}%, var(--cold))` : "var(--cold)";
+    } else if (this.shade === "stage") {
+      const stages = store.data.pipeline?.stage_of ?? {};
+      const stage = stages[path] ?? Object.entries(stages).find(([name]) => store.inside(name, path))?.[1];
+      fill = stage === undefined ? "var(--cold)" : `color-mix(in oklab, ${STAGES[stage % STAGES.length]} 45%, var(--cold))`;
+    }
+    for (const rect of group.children) if (rect.localName === "rect" && !rect.classList.contains("inner")) rect.style.fill = fill;
+    group.classList.toggle("dark-fill", share > 0.72 && this.shade !== "policy");
   }
 
   scale(most) {

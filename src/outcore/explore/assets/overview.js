@@ -155,11 +155,12 @@ class Overview {
       rows.push(make("p", {}, policyWords(plan)), policyBar(plan.blocks[""]));
     }
     if (!store.atOwnSize) {
-      const own = store.data.sizes.own;
+      const own = store.data.sizes.own, here = sizeText(store.batch, store.image), live = document.body.dataset.live === "true";
       const back = () => store.setSizes(own[0], own[1]);
-      rows.push(make("p.note", {}, `Plans were made for batch ${own[0]}${own[1] ? `, ${own[1]} px` : ""} and are scaled here. `, make("button.link", { onclick: back }, "Back to it")));
-    }
-    const command = commandText(store, "plan");
+      rows.push(make("p.note", {}, `Plans were made for ${sizeText(own[0], own[1])} and are scaled here. `, make("button.link", { onclick: back }, "Back to it")));
+      if (live) rows.push(make("button.act.main.resize", { onclick: () => askSize(store.batch, store.image === own[1] ? store.data.about.image : store.image) }, `Plan for ${here}`));
+    } else if (store.data.about.resized) rows.push(make("p.note", {}, `Everything here is for ${sizeText(store.batch, store.image)}, as you chose. `, make("button.link.unsize", { onclick: () => askSize(null, null) }, "Back to the job's own size")));
+    const command = commandText(store, store.atOwnSize ? "plan" : "explore");
     if (command) rows.push(make("div.command", {}, make("code", {}, command), copyButton(() => command)));
     if (store.budget !== null) rows.push(make("button.link", { onclick: () => store.setBudget(null) }, "Use all of the device's memory"));
     this.verdict.replaceChildren(...rows);
@@ -264,13 +265,13 @@ class SizePlot {
     }
     plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
     plot.path(memory.map(([s, m]) => [s, Math.min(m, tops)]), "series memory");
-    const named = Math.max(plot.top + 8, plot.py(Math.min(memory.at(-1)[1], tops)));
-    plot.add("text", { class: "tick memory-name", x: plot.width - plot.right + 5, y: named }, "memory");
+    const held = plot.py(Math.min(memory.at(-1)[1], tops));
     plot.y = left;
     plot.area(rates, "fill rate");
     plot.path(rates, "series rate");
-    const below = plot.py(rates.at(-1)[1]) + 4;
-    plot.add("text", { class: "tick rate-name", x: plot.width - plot.right + 5, y: Math.abs(below - named) < 13 ? named + 13 : below }, "rate");
+    const names = [["memory", held], ["rate", plot.py(rates.at(-1)[1])]].sort((a, b) => a[1] - b[1]);
+    const lower = Math.min(Math.max(plot.top + 21, names[1][1] + 4), plot.height - plot.bottom - 1), upper = Math.min(Math.max(plot.top + 8, names[0][1] + 4), lower - 13);
+    names.forEach(([name], i) => plot.add("text", { class: `tick ${name}-name`, x: plot.width - plot.right + 5, y: i ? lower : upper }, name));
     const here = at(this.value), value = Math.min(x.max, Math.max(x.min, this.value));
     plot.upright(value, "here");
     this.handle.place(plot.px(value), plot.py(rate(this.value, here)), this.value, `${number(this.value)}${this.axis === "image" ? " px" : ""}`);
@@ -303,10 +304,20 @@ function hotBlocks(store) {
   return shown.sort((a, b) => time(b) - time(a));
 }
 
+function sizeText(batch, image) {
+  return `batch ${number(batch)}${image ? `, ${number(image)} px` : ""}`;
+}
+
+/** Have the server look at another size; null for the job's own. */
+function askSize(batch, image) {
+  return fetch("size", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ batch, image }) });
+}
+
 function commandText(store, name) {
   const command = store.data.commands?.find((row) => row.name === name);
   if (!command) return "";
   const bytes = store.budget ?? store.capacity;
   const memory = bytes >= 2 ** 30 ? `${Number((bytes / 2 ** 30).toFixed(2))}GiB` : `${Math.ceil(bytes / 2 ** 20)}MiB`;
-  return command.text.replace("{batch}", store.batch).replace("{memory}", memory);
+  const text = store.image === null || (!store.data.about.image && store.image === store.data.sizes?.own[1]) ? command.text.replace(" --image {image}", "") : command.text.replace("{image}", store.image);
+  return text.replace("{batch}", store.batch).replace("{memory}", memory);
 }

@@ -6,12 +6,18 @@
 //   "select"  another block is looked at                    { from }
 "use strict";
 
+/** What a plan does to buffers, as a text. */
+function planKey(plan) {
+  return JSON.stringify(plan.policy);
+}
+
 class Store {
   constructor(bundle) {
     this.data = bundle;
     this.listeners = new Map();
     this.selected = null;
     this.hand = null;
+    this.measured = new Map();  // planKey -> a step that was run by it
     this.point = 0;
     this.budget = null;
     this.batch = null;
@@ -60,6 +66,16 @@ class Store {
     if (what === "time_s") return row[0] + row[1];
     if (what === "peak_bytes") return row.slice(5).reduce((sum, value) => sum + value, 0);
     return row[columns.indexOf(what)];
+  }
+
+  /** The row of a call by its name, or of an event that names what a call made: "layer1#0:out". */
+  callNamed(name) {
+    const { calls } = this.data.costs;
+    if (this.indexed !== calls) {
+      this.indexed = calls;
+      this.byName = new Map(calls.map((row) => [row[0], row]));
+    }
+    return this.byName.get(String(name).split(":")[0].split("~")[0]);
   }
 
   // Sizes and plans

@@ -15,15 +15,18 @@ class TimelinePanel {
     section.classList.add("timeline");
     this.which = make("select", { "aria-label": "Which plan", onchange: () => this.pick(this.which.value) });
     this.words = make("span.note");
+    this.said = make("span.pill.bad", { role: "alert", hidden: true });
+    this.runs = make("button.act.measure", { title: "Train one step on this machine, in a process of its own, and record it", onclick: () => this.measure() }, "Run a step here");
     this.canvas = make("canvas", { tabIndex: 0, "aria-label": "Events over time; + and - zoom, arrows move, 0 shows all" });
     this.host = make("div.canvas-host", {}, this.canvas);
+    this.empty = make("div.waiting", { hidden: true }, make("b", {}, "No timeline yet"), "It appears with the first plan.");
     this.legend = make("div.keys");
-    this.pipeline = false;
+    this.chosen = "plan";  // or the plan for several devices, or a recorded run
     section.append(
-      make("div.tools", {}, make("label", {}, "Plan ", this.which), this.words,
+      make("div.tools", {}, make("label", {}, "Plan ", this.which), this.words, this.said, document.body.dataset.live === "true" ? this.runs : "",
         make("button.act", { title: "Show everything (0)", onclick: () => this.fit() }, "Fit"),
         make("button.act", { title: "A trace that ui.perfetto.dev and chrome://tracing open", onclick: () => this.trace() }, "Trace for Perfetto")),
-      this.host, this.legend);
+      this.empty, this.host, this.legend);
     this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.canvas.addEventListener("pointerdown", (event) => this.drag(event));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -31,53 +34,116 @@ class TimelinePanel {
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.canvas.addEventListener("dblclick", () => this.fit());
     store.on("plan", () => this.show());
-    store.on("piece", ({ name }) => (name === "plans" || name === "pipeline") && this.show());
+    store.on("piece", ({ name }) => ["plans", "pipeline", "run"].includes(name) && this.show());
     store.on("select", () => this.draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     onResize(this.host, () => this.draw());
-    if (store.data.pipeline?.timeline) this.pipeline = true;
+    if (store.data.pipeline?.timeline) this.chosen = "pipeline";
+    if (store.data.run?.recorded) this.chosen = "run";
     this.show();
   }
 
+  get pipeline() {
+    return this.chosen !== "plan";
+  }
+
   pick(value) {
-    this.pipeline = value === "pipeline";
-    if (!this.pipeline && value !== "hand") this.store.pick(Number(value));
+    this.chosen = value === "pipeline" || value === "run" ? value : "plan";
+    if (this.chosen === "plan" && value !== "hand") this.store.pick(Number(value));
     else this.show();
   }
 
+  /** What is drawn: a predicted timeline, and a measured one beside it where there is one. */
+  timelines() {
+    const { store } = this, { pipeline, run } = store.data;
+    if (this.chosen === "run" && run?.recorded) return [run.recorded.predicted, run.recorded.measured];
+    if (this.chosen === "pipeline" && pipeline?.timeline) return [pipeline.timeline, null];
+    return [store.plan?.timeline ?? null, store.plan ? store.measured.get(planKey(store.plan)) ?? null : null];
+  }
+
   show() {
-    const { store } = this, devices = store.data.pipeline;
+    const { store } = this, { pipeline, run } = store.data;
     const options = store.points.map((p, i) => make("option", { value: String(i) }, `${bytesText(p.peak_bytes)}, ${p.over_plain.toFixed(3)}×${p.plain ? ", plain training" : ""}`));
     if (store.hand) options.push(make("option", { value: "hand" }, `by hand: ${bytesText(store.hand.peak_bytes)}, ${store.hand.over_plain.toFixed(3)}×`));
-    if (devices?.timeline) options.unshift(make("option", { value: "pipeline" }, `${devices.devices} devices, ${devices.arrangement}`));
+    if (pipeline?.timeline) options.unshift(make("option", { value: "pipeline" }, `${pipeline.devices} devices, ${pipeline.arrangement}`));
+    if (run?.recorded) options.unshift(make("option", { value: "run" }, `the run ${run.folder}, as it was recorded`));
     this.which.replaceChildren(...options);
-    this.which.value = this.pipeline ? "pipeline" : store.hand ? "hand" : String(store.point);
-    this.shown = this.pipeline ? devices.timeline : store.plan?.timeline ?? null;
+    this.which.value = this.pipeline ? this.chosen : store.hand ? "hand" : String(store.point);
+    const [predicted, measured] = this.timelines();
+    this.shown = predicted ?? measured;
+    this.beside = predicted ? measured : null;
+    this.empty.hidden = this.shown !== null;
+    this.host.hidden = this.legend.hidden = this.shown === null;
+    this.runs.hidden = this.pipeline || !store.plan;
     if (!this.shown) return;
-    const line = this.shown, idle = line.ranks > 1 ? `, ranks wait ${percent(line.bubble)}` : "";
-    const plan = this.pipeline ? null : store.plan;
-    const plainLine = store.points.find((p) => p.plain)?.timeline, slower = plainLine ? line.step_s / plainLine.step_s : 1;
-    const apart = plan && Math.abs(slower / plan.over_plain - 1) > 0.03 ? `, ${slower.toFixed(3)}× plain (${plan.over_plain.toFixed(3)}× by the planner, which queues copies otherwise)` : "";
-    const held = Math.max(...line.memory.map((m) => m.peak_bytes)), more = plan && held > plan.peak_bytes * 1.02 ? ` (${bytesText(plan.peak_bytes)} by the planner)` : "";
-    this.words.textContent = `simulated step ${timeText(line.step_s)}${apart}, peak ${bytesText(held)}${more}${idle}`;
-    this.lanes = this.lanesOf(line);
-    const kinds = [...new Set(line.events.map((event) => line.kinds[event[2]]))];
+    this.stretch = this.beside && Math.abs(Math.log(this.beside.step_s / this.shown.step_s)) > Math.log(4) ? this.shown.step_s / this.beside.step_s : 1;
+    this.words.textContent = this.sentence(predicted, measured);
+    this.lanes = this.lanesOf();
+    const lines = [this.shown, this.beside].filter(Boolean);
+    const kinds = [...new Set(lines.flatMap((line) => line.events.map((event) => line.kinds[event[2]])))];
     this.legend.replaceChildren(...kinds.map((kind) => make("span", {}, make("i", { style: { background: `var(${EVENT_COLOURS[kind] ?? "--wait"})` } }), kind === "step" ? "optimizer" : kind)),
-      make("span.note", {}, "scroll with Ctrl zooms, dragging moves, double click shows all"));
+      make("span.note", {}, "scroll zooms, dragging moves, double click shows all"));
     this.fit();
   }
 
-  /** Rows of ranks and streams that something happens on. */
-  lanesOf(line) {
+  sentence(predicted, measured) {
+    const { store } = this, line = predicted ?? measured, held = (one) => Math.max(...one.memory.map((m) => m.peak_bytes));
+    const idle = line.ranks > 1 ? `, ranks wait ${percent(line.bubble)}` : "", peak = (one) => (held(one) ? `, peak ${bytesText(held(one))}` : "");
+    if (!predicted) return `measured step ${timeText(line.step_s)}${peak(line)}${idle}`;
+    if (measured) {
+      const alone = measured.alone_s ?? measured.step_s, here = measured.device ? ` on ${measured.device}` : "";
+      const apart = this.stretch === 1 ? "" : `; drawn ${this.stretch < 1 ? `${(1 / this.stretch).toPrecision(2)} times shorter` : `${this.stretch.toPrecision(2)} times longer`}`;
+      const watched = measured.alone_s ? ` (${timeText(measured.step_s)} while it was recorded)` : "";
+      return `predicted ${timeText(line.step_s)}${peak(line)} for ${store.data.about.device}; measured ${timeText(alone)}${watched}${peak(measured)}${here}: ${(alone / line.step_s).toPrecision(3)}× the prediction${apart}`;
+    }
+    const plan = this.pipeline ? null : store.plan, plainLine = store.points.find((p) => p.plain)?.timeline;
+    const slower = plainLine ? line.step_s / plainLine.step_s : 1;
+    const apart = plan && Math.abs(slower / plan.over_plain - 1) > 0.03 ? `, ${slower.toFixed(3)}× plain (${plan.over_plain.toFixed(3)}× by the planner, which queues copies otherwise)` : "";
+    const more = plan && held(line) > plan.peak_bytes * 1.02 ? ` (${bytesText(plan.peak_bytes)} by the planner)` : "";
+    return `simulated step ${timeText(line.step_s)}${apart}${peak(line)}${more}${idle}`;
+  }
+
+  /** Ask the server to run a step by the plan that is looked at. */
+  async measure() {
+    const { store, runs } = this, { plan } = store;
+    runs.disabled = true;
+    runs.textContent = "Running a step…";
+    this.said.hidden = true;
+    try {
+      const answer = await fetch("measure", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ plan: plan.plain ? null : plan.document, needed_bytes: plan.peak_bytes }) });
+      const found = await answer.json();
+      if (!answer.ok) throw new Error(found.error);
+      store.measured.set(planKey(plan), found);
+      this.show();
+    } catch (error) {
+      this.said.textContent = String(error.message);
+      this.said.hidden = false;
+    }
+    runs.disabled = false;
+    runs.textContent = "Run a step here";
+  }
+
+  /** Rows of ranks and streams that something happens on, the measured ones below the predicted ones of their rank. */
+  lanesOf() {
     const used = new Map();
-    for (const [rank, stream] of line.events) used.set(`${rank} ${stream}`, [rank, stream]);
-    const lanes = [...used.values()].sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-    return lanes.map(([rank, stream]) => ({ rank, stream, name: (line.ranks > 1 ? `rank ${rank} ` : "") + line.streams[stream] }));
+    [this.shown, this.beside].forEach((line, k) => line?.events.forEach(([rank, stream]) => used.set(`${rank} ${k} ${stream}`, [rank, k, stream])));
+    const lanes = [...used.values()].sort((a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2]);
+    const first = new Set();
+    return lanes.map(([rank, k, stream]) => {
+      const line = k ? this.beside : this.shown, group = `${rank} ${k}`, begins = !first.has(group);
+      first.add(group);
+      const names = [line.ranks > 1 ? `rank ${rank}` : "", this.beside && begins ? (k ? "measured" : "predicted") : "", line.streams[stream] === "compute" && this.beside ? "" : line.streams[stream]];
+      return { rank, stream, line, by: k ? this.stretch : 1, name: names.filter(Boolean).join(" "), begins };
+    });
+  }
+
+  get end() {
+    return Math.max(this.shown?.step_s ?? 1, (this.beside?.step_s ?? 0) * (this.stretch ?? 1)) * 1e6 * 1.005;
   }
 
   fit() {
     this.from = 0;
-    this.to = (this.shown?.step_s ?? 1) * 1e6 * 1.005;
+    this.to = this.end;
     this.draw();
   }
 
@@ -93,7 +159,7 @@ class TimelinePanel {
   }
 
   view(from, to) {
-    const end = this.shown.step_s * 1e6 * 1.005, span = Math.min(Math.max(to - from, end / 5000), end);
+    const { end } = this, span = Math.min(Math.max(to - from, end / 5000), end);
     this.from = Math.min(Math.max(0, from), end - span);
     this.to = this.from + span;
     this.draw();
@@ -131,7 +197,7 @@ class TimelinePanel {
   }
 
   callOf(event) {
-    return typeof event[3] === "number" ? this.store.data.costs.calls[event[3]] : this.store.data.costs.calls.find(([name]) => name === String(event[3]).split(":")[0].split("~")[0]);
+    return typeof event[3] === "number" ? this.store.data.costs.calls[event[3]] : this.store.callNamed(event[3]);
   }
 
   at({ clientX, clientY }) {
@@ -140,160 +206,49 @@ class TimelinePanel {
     if (!lane) return null;
     const time = this.from + ((clientX - box.left - this.left) / (box.width - this.left)) * (this.to - this.from);
     const slack = ((this.to - this.from) / box.width) * 1.5;
-    return this.shown.events.find(([rank, stream, , , start, length]) => rank === lane.rank && stream === lane.stream && time >= start - slack && time <= start + length + slack) ?? null;
+    this.hit = lane;
+    return lane.line.events.find(([rank, stream, , , start, length]) => rank === lane.rank && stream === lane.stream && time >= start * lane.by - slack && time <= (start + length) * lane.by + slack) ?? null;
   }
 
   hover(event) {
     if (!this.shown || event.buttons) return hideTip();
     const hit = this.at(event);
     if (!hit) return this.memoryAt(event);
-    const call = this.callOf(hit), kind = this.shown.kinds[hit[2]];
+    const call = this.callOf(hit), kind = this.hit.line.kinds[hit[2]];
     const name = call && typeof hit[3] === "number" ? call[0] : hit[3];
-    showTip(event, make("b", {}, `${kind} ${name}`), `${timeText(hit[5] / 1e6)}, from ${timeText(hit[4] / 1e6)}`, hit[6] ? bytesText(hit[6]) : "", call && this.store.blocks.get(call[1]) ? make("div.dim", {}, this.store.blocks.get(call[1]).type) : "");
+    showTip(event, make("b", {}, `${kind} ${name}${this.hit.line === this.beside ? ", measured" : ""}`), `${timeText(hit[5] / 1e6)}, from ${timeText(hit[4] / 1e6)}`, hit[6] ? bytesText(hit[6]) : "", call && this.store.blocks.get(call[1]) ? make("div.dim", {}, this.store.blocks.get(call[1]).type) : "");
   }
 
   memoryAt(event) {
     const box = this.canvas.getBoundingClientRect();
     if (event.clientY - box.top < this.curveTop || event.clientX - box.left < this.left) return hideTip();
     const time = this.from + ((event.clientX - box.left - this.left) / (box.width - this.left)) * (this.to - this.from);
-    const held = this.shown.memory.map((m) => m.bytes[Math.max(0, m.times_us.findLastIndex((t) => t <= time))] ?? 0);
-    showTip(event, make("b", {}, timeText(Math.max(0, time) / 1e6)), ...held.slice(0, 8).map((size, rank) => (held.length > 1 ? `rank ${rank}: ${bytesText(size)}` : bytesText(size))));
+    const held = (line, by) => line.memory.map((m) => m.bytes[Math.max(0, m.times_us.findLastIndex((t) => t * by <= time))] ?? 0);
+    const rows = (sizes, word) => sizes.slice(0, 8).map((size, rank) => `${sizes.length > 1 ? `rank ${rank}: ` : ""}${bytesText(size)}${word}`);
+    showTip(event, make("b", {}, timeText(Math.max(0, time) / 1e6)), ...rows(held(this.shown, 1), this.beside ? " predicted" : ""), ...(this.beside ? rows(held(this.beside, this.stretch), " measured") : []));
   }
 
   draw() {
-    if (!this.shown || !this.host.clientWidth) return;
-    const width = this.host.clientWidth, height = Math.max(260, this.host.clientHeight), scale = devicePixelRatio || 1;
-    const { canvas, shown, lanes } = this, pen = canvas.getContext("2d"), style = getComputedStyle(document.body);
-    const colour = (name) => style.getPropertyValue(name).trim();
-    canvas.width = width * scale;
-    canvas.height = height * scale;
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-    pen.setTransform(scale, 0, 0, scale, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    pen.font = `11px ${style.fontFamily}`;
-    this.left = 96;
-    this.head = 26;
-    const room = height - this.head - 30, curve = Math.max(90, Math.min(room * 0.5, room - lanes.length * 20));
-    this.tall = Math.max(10, Math.min(54, (room - curve) / lanes.length));
-    this.curveTop = this.head + lanes.length * this.tall + 22;
-    const px = (time) => this.left + ((time - this.from) / (this.to - this.from)) * (width - this.left);
-    pen.fillStyle = colour("--soft");
-    pen.strokeStyle = colour("--line");
-    for (const tick of niceTicks(this.from / 1e6, this.to / 1e6, 8)) {
-      const x = px(tick * 1e6);
-      if (x < this.left - 1 || x > width) continue;
-      pen.beginPath();
-      pen.moveTo(x, this.head - 6);
-      pen.lineTo(x, height - 8);
-      pen.stroke();
-      pen.fillText(timeText(tick), Math.min(x + 3, width - 46), 14);
-    }
-    lanes.forEach((lane, i) => {
-      pen.fillStyle = colour("--soft");
-      pen.fillText(lane.name, 8, this.head + i * this.tall + this.tall / 2 + 4);
-    });
-    this.events(pen, px, width, colour);
-    this.curve(pen, px, width, height, colour);
+    if (this.shown && this.host.clientWidth) drawLanes(this);
   }
 
-  events(pen, px, width, colour) {
-    const { shown, lanes, store } = this, row = new Map(lanes.map((lane, i) => [`${lane.rank} ${lane.stream}`, i]));
-    const fills = shown.kinds.map((kind) => colour(EVENT_COLOURS[kind] ?? "--wait"));
-    for (const event of shown.events) {
-      const [rank, stream, kind, , start, length] = event;
-      const x1 = Math.max(this.left, px(start)), x2 = Math.min(width, px(start + length));
-      if (x2 < this.left || x1 > width) continue;
-      const y = this.head + row.get(`${rank} ${stream}`) * this.tall + 2, wide = Math.max(0.7, x2 - x1 - (x2 - x1 > 4 ? 0.7 : 0));
-      pen.fillStyle = fills[kind];
-      pen.globalAlpha = store.selected ? 0.35 : 1;
-      if (store.selected !== null && store.selected !== "") {
-        const call = this.callOf(event);
-        if (call && store.inside(call[1], store.selected)) pen.globalAlpha = 1;
-      } else pen.globalAlpha = 1;
-      pen.fillRect(x1, y, wide, this.tall - 4);
-      pen.globalAlpha = 1;
-      if (wide > 56) {
-        const call = typeof event[3] === "number" ? store.data.costs.calls[event[3]]?.[0] : String(event[3]);
-        const name = (call ?? "").replace(/#0$/, "");
-        pen.fillStyle = "#ffffff";
-        const fit = Math.floor((wide - 8) / 6);
-        pen.fillText(name.length > fit ? name.slice(0, Math.max(1, fit - 1)) + "…" : name, x1 + 4, y + (this.tall - 4) / 2 + 4);
-      }
-    }
-  }
-
-  /** Memory of every rank; plain training in grey behind it, the device's memory as a line. */
-  curve(pen, px, width, height, colour) {
-    const { shown, store } = this, base = height - 10, top = this.curveTop;
-    const plain = !this.pipeline && store.plan && !store.plan.plain ? store.points.find((p) => p.plain)?.timeline : null;
-    const curves = [...shown.memory.map((m, i) => [m, this.pipeline ? STAGES[i % STAGES.length] : colour("--accent"), !this.pipeline])];
-    const most = Math.max(...shown.memory.map((m) => m.peak_bytes), plain?.memory[0].peak_bytes ?? 0, 1) * 1.06;
-    const py = (bytes) => base - (bytes / most) * (base - top);
-    pen.fillStyle = colour("--soft");
-    pen.fillText("memory", 8, top + 10);
-    pen.fillText(bytesText(most / 1.06), 8, top + 25);
-    const trace = (m) => {
-      let last = null;
-      m.times_us.forEach((time, i) => {
-        const x = Math.min(width, Math.max(this.left, px(time)));
-        if (last === null) pen.moveTo(x, py(m.bytes[i]));
-        else pen.lineTo(x, py(last));
-        pen.lineTo(x, py(m.bytes[i]));
-        last = m.bytes[i];
-      });
-      pen.lineTo(Math.min(width, px(shown.step_s * 1e6)), py(last ?? 0));
-    };
-    if (plain) {
-      pen.beginPath();
-      trace(plain.memory[0]);
-      pen.strokeStyle = colour("--faint");
-      pen.setLineDash([4, 3]);
-      pen.stroke();
-      pen.setLineDash([]);
-      pen.fillStyle = colour("--faint");
-      pen.fillText("plain training", this.left + 6, py(plain.memory[0].peak_bytes) + 12);
-    }
-    for (const [m, stroke, filled] of curves) {
-      pen.beginPath();
-      trace(m);
-      pen.strokeStyle = stroke;
-      pen.lineWidth = 1.6;
-      pen.stroke();
-      pen.lineWidth = 1;
-      if (filled) {
-        pen.lineTo(Math.min(width, px(shown.step_s * 1e6)), base);
-        pen.lineTo(Math.max(this.left, px(0)), base);
-        pen.globalAlpha = 0.13;
-        pen.fillStyle = stroke;
-        pen.fill();
-        pen.globalAlpha = 1;
-      }
-    }
-    for (const [bytes, name, tint] of [[store.capacity, "capacity", "--bad"], [store.budget, "budget", "--accent"]]) {
-      if (bytes === null || bytes > most || this.pipeline && name === "budget") continue;
-      pen.strokeStyle = colour(tint);
-      pen.setLineDash([5, 4]);
-      pen.beginPath();
-      pen.moveTo(this.left, py(bytes));
-      pen.lineTo(width, py(bytes));
-      pen.stroke();
-      pen.setLineDash([]);
-      pen.fillStyle = colour(tint);
-      pen.fillText(`${name} ${bytesText(bytes)}`, width - 130, py(bytes) - 4);
-    }
-  }
-
-  /** The events in the format of chrome://tracing and Perfetto. */
+  /** Predicted and measured events in the format of chrome://tracing and Perfetto, a process for each rank of either. */
   trace() {
-    const line = this.shown, events = [];
-    for (const event of line.events) {
-      const [rank, stream, kind, , ts, dur, bytes] = event, call = this.callOf(event);
-      const name = typeof event[3] === "number" ? call?.[0] : event[3];
-      events.push({ ph: "X", pid: rank, tid: stream, ts, dur, name: `${line.kinds[kind]} ${name}`, args: { bytes, block: call?.[1] } });
+    const events = [];
+    for (const [k, line] of [this.shown, this.beside].entries()) {
+      if (!line) continue;
+      const process = (rank) => rank + k * line.ranks, word = this.beside ? (k ? " measured" : " predicted") : "";
+      for (let rank = 0; rank < line.ranks; rank++) {
+        events.push({ ph: "M", pid: process(rank), name: "process_name", args: { name: `rank ${rank}${word}` } });
+        line.streams.forEach((name, tid) => events.push({ ph: "M", pid: process(rank), tid, name: "thread_name", args: { name } }));
+      }
+      for (const event of line.events) {
+        const [rank, stream, kind, , ts, dur, bytes] = event, call = this.callOf(event);
+        const name = typeof event[3] === "number" ? call?.[0] : event[3];
+        events.push({ ph: "X", pid: process(rank), tid: stream, ts, dur, cat: line.kinds[kind], name: `${line.kinds[kind]} ${name}`, args: { bytes, block: call?.[1] } });
+      }
+      line.memory.forEach((m, rank) => m.times_us.forEach((ts, i) => events.push({ ph: "C", pid: process(rank), ts, name: "memory", args: { bytes: m.bytes[i] } })));
     }
-    line.memory.forEach((m, rank) => m.times_us.forEach((ts, i) => events.push({ ph: "C", pid: rank, ts, name: "memory", args: { bytes: m.bytes[i] } })));
-    line.streams.forEach((name, tid) => { for (let pid = 0; pid < line.ranks; pid++) events.push({ ph: "M", pid, tid, name: "thread_name", args: { name } }); });
     download("trace.json", JSON.stringify({ traceEvents: events, displayTimeUnit: "ms" }));
   }
 }

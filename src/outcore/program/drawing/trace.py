@@ -9,9 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outcore.program.timeline import STREAMS, Timeline
+from outcore.documents import read_json
+from outcore.errors import ProgramError
+from outcore.program.simulator.memory_curve import PARTS, RankMemory
+from outcore.program.timeline import STREAMS, Event, Timeline
+from outcore.schema import ListOf, MapOf, Record
 
-__all__ = ["save_trace", "trace"]
+__all__ = ["load_trace", "save_trace", "trace"]
 
 MICROSECONDS = 1e6
 
@@ -55,3 +59,34 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 def save_trace(timeline: Timeline, path: str | Path) -> None:
     """Write the trace; open it at ui.perfetto.dev."""
     Path(path).write_text(json.dumps(trace(timeline), ensure_ascii=False), encoding="utf-8")
+
+
+def load_trace(path: str | Path) -> Timeline:
+    """The timeline of a trace that `save_trace` wrote; what the peak of its memory consists of is not in it.
+
+    Raises:
+        ProgramError: the file is not such a trace.
+    """
+    found = read_json(path, Record({"traceEvents": ListOf(MapOf())}, open=True), ProgramError)
+    events: list[Event] = []
+    held: dict[int, list[tuple[float, int]]] = {}
+    try:
+        for row in found["traceEvents"]:
+            rank, start = int(row["pid"]), float(row.get("ts", 0.0)) / MICROSECONDS
+            if row["ph"] == "M":
+                held.setdefault(rank, [])
+            elif row["ph"] == "C":
+                held.setdefault(rank, []).append((start, int(row["args"]["bytes"])))
+            elif row["ph"] == "X":
+                end, of = start + float(row["dur"]) / MICROSECONDS, row["args"]
+                places = (of["stage"], of["micro_batch"], of["replica"], of["bytes"])
+                events.append(Event(rank, STREAMS[row["tid"]], row["cat"], row["name"], start, end, *places))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ProgramError(f"{path} is no trace of a timeline: {error!r}") from None
+    curves = []
+    for rank in range(max(held, default=-1) + 1):
+        points = held.get(rank, [])
+        peak_s, peak = max(points, key=lambda point: point[1], default=(0.0, 0))
+        times, sizes = tuple(t for t, _ in points), tuple(b for _, b in points)
+        curves.append(RankMemory(times, sizes, peak, peak_s, (0,) * len(PARTS)))
+    return Timeline(str(found.get("otherData", {}).get("name", "")), tuple(events), tuple(curves))

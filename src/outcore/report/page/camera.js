@@ -2,15 +2,24 @@
 "use strict";
 
 class Camera {
-  constructor(canvas, world) {
+  /** `moved` is called whenever another part of the drawing is in sight. */
+  constructor(canvas, world, moved = () => {}) {
     this.canvas = canvas;
     this.world = world;
+    this.moved = moved;
     this.set(0, 0, 1);
+  }
+
+  /** The rectangle of the drawing that is in sight. */
+  get view() {
+    const { clientWidth, clientHeight } = this.canvas, { x, y, scale } = this;
+    return { left: -x / scale, top: -y / scale, right: (clientWidth - x) / scale, bottom: (clientHeight - y) / scale };
   }
 
   set(x, y, scale = this.scale) {
     Object.assign(this, { x, y, scale });
     this.world.setAttribute("transform", `translate(${x} ${y}) scale(${scale})`);
+    this.moved();
   }
 
   /** Change the scale; the point at (x, y) of the canvas stays where it is. */

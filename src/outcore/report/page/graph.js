@@ -18,7 +18,8 @@ class GraphTab {
     this.selected = null;
     this.canvas = this.find(".canvas");
     this.world = this.find(".world");
-    this.camera = new Camera(this.canvas, this.world);
+    this.picture = new Picture(this.world);
+    this.camera = new Camera(this.canvas, this.world, () => this.look());
     const wanted = decodeURIComponent(location.hash.slice(1));
     this.setDepth(bundle.start.depth);
     new Hand(section, this);
@@ -28,7 +29,13 @@ class GraphTab {
       this.camera.fit(this.drawing, true);
       const part = Object.keys(this.sketch.parts).find((name) => name && this.sketch.parts[name].block === wanted);
       if (part) this.reveal(part);
+      layOutAhead(this.sketch, bundle.drawing.geometry);
     });
+    new ResizeObserver(() => this.look()).observe(this.canvas);
+  }
+
+  look() {
+    if (this.camera) this.picture.look(this.camera.view, this.camera.scale);
   }
 
   get sketch() {
@@ -81,17 +88,18 @@ class GraphTab {
     return found;
   }
 
-  /** Lay out and draw again; what is at the place of `anchor` stays under the mouse. */
-  redraw(anchor = null) {
+  /** Lay out and draw again; what is at the place of `anchor` stays under the mouse, or `aim` moves the camera. */
+  redraw(anchor = null, aim = () => this.look()) {
     const before = anchor === null ? null : this.placeOf(anchor);
-    this.drawing = layOut(this.sketch, this.bundle.drawing.geometry, this.state);
+    this.drawing = layoutOf(this.sketch, this.bundle.drawing.geometry).drawing(this.state);
     this.placed = new Map(this.drawing.placed.map((placed) => [placed.part, placed]));
-    drawPicture(this.world, this.drawing, this.sketch, this.blocks);
+    this.picture.set(this.drawing, this.sketch, this.blocks);
     this.world.parentNode.classList.toggle("no-shapes", !this.state.shapes);
     for (const input of this.canvas.closest("section").querySelectorAll("[data-set]")) {
       input.checked = this.state[input.dataset.set];
     }
     if (before) this.camera.follow(before, this.placeOf(anchor));
+    else aim();
     this.legend();
     this.select(this.selected !== null && this.sketch.parts[this.selected] ? this.selected : null);
   }
@@ -117,12 +125,8 @@ class GraphTab {
 
   select(part) {
     this.selected = part;
-    for (const old of this.world.querySelectorAll(".selected, .lit")) old.classList.remove("selected", "lit");
-    if (part !== null) {
-      this.world.querySelector(`[data-part="${CSS.escape(part)}"]`)?.classList.add("selected");
-      const { reads, sends } = this.sketch.parts[part];
-      for (const wire of [...reads, ...sends]) this.light(wire);
-    }
+    const ends = part === null ? null : this.sketch.parts[part];
+    this.picture.choose(part, ends ? [...ends.reads, ...ends.sends] : []);
     showDetails(this.find(".details"), this, part, (other) => this.reveal(other), (name) => this[name](this.selected));
     const path = part === null ? "" : this.sketch.parts[part].block;
     try {
@@ -132,24 +136,23 @@ class GraphTab {
     }
   }
 
-  light(wire) {
-    for (const line of this.world.querySelectorAll(`:is([data-wire="${wire}"], [data-port="${wire}"]):not(.touch)`)) line.classList.add("lit");
-  }
-
   /** Open everything around a part, select it and bring it into sight. */
   reveal(part) {
-    for (const around of this.around(part)) this.state.opened.add(around);
-    this.redraw();
+    const aim = () => this.placed.has(part) && this.camera.centre(this.placed.get(part));
+    if (!this.placed.has(part)) {
+      for (const around of this.around(part)) this.state.opened.add(around);
+      this.redraw(null, aim);
+    }
     if (!this.placed.has(part)) {
       for (const around of this.around(part)) {
         const children = this.sketch.folded[around]?.children;
         const next = [...this.around(part), part].find((name) => this.sketch.parts[name].parent === around);
         if (children && !children.includes(next)) this.state.flat.add(around);
       }
-      this.redraw();
+      this.redraw(null, aim);
     }
     this.select(part);
-    this.camera.centre(this.placed.get(part));
+    aim();
   }
 
   /** Select the next block along a wire (up, down) or in the order of execution (left, right). */
@@ -201,7 +204,6 @@ class GraphTab {
     const depth = { shallower: this.depth - 1, deeper: this.depth + 1, expand: Infinity, collapse: 1 }[name];
     this.setDepth(depth);
     if (name === "collapse") this.state.flat.clear();
-    this.redraw(this.selected);
-    if (this.selected === null) this.camera.fit(this.drawing, true);
+    this.redraw(this.selected, () => this.camera.fit(this.drawing, true));
   }
 }

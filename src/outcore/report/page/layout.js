@@ -1,30 +1,74 @@
 // Coordinates: from schemes and sizes to a drawing, containers from the inside out.
 //
 // The same as layout.py and settle.py, function by function; see there for what it does and why it exists twice.
-// A test compares every coordinate, so change both together.
+// A test compares every coordinate, so change both together. A network has few schemes and many blocks that are laid
+// out by each, so what follows from a scheme alone is worked out once (`factsOf`).
 "use strict";
 
 const ROOT = "";
 const STRAIGHT = 0.5;
+const MOST_VERSIONS = 20000;
 
 /** Lay out a sketch. `state` says what is open (`opened`), whether repeats are folded (`fold`) and where not (`flat`). */
 function layOut(sketch, geometry, state) {
-  return new Layout(sketch, geometry, state).drawing();
+  return new Layout(sketch, geometry).drawing(state);
 }
 
+const LAYOUTS = new WeakMap();
+
+/** The layout of a sketch, one for each. */
+function layoutOf(sketch, geometry) {
+  if (!LAYOUTS.has(sketch)) LAYOUTS.set(sketch, new Layout(sketch, geometry));
+  return LAYOUTS.get(sketch);
+}
+
+/** Lay out everything opened while nothing else is asked for, so that it is there when it is. */
+function layOutAhead(sketch, geometry) {
+  const later = globalThis.requestIdleCallback ?? ((act) => setTimeout(() => act({ timeRemaining: () => 8 }), 30));
+  const work = layoutOf(sketch, geometry).ahead({ opened: new Set(Object.keys(sketch.flat)), flat: new Set(), fold: true });
+  const go = (time) => {
+    while (time.timeRemaining() > 1) if (work.next().done) return;
+    later(go);
+  };
+  later(go);
+}
+
+/** Lays out a sketch in any state. What was laid out before is kept: opening a block lays out what is around it. */
 class Layout {
-  constructor(sketch, geometry, state) {
+  constructor(sketch, geometry) {
     this.sketch = sketch;
     this.g = geometry;
-    this.state = state;
+    this.forget();
   }
 
-  drawing() {
-    const body = this.body(ROOT);
-    const [left, right] = this.sides(body);
-    const drawing = { width: left + right, height: body.height, placed: [], ends: [], lines: [], labels: [] };
-    this.draw(drawing, ROOT, body, left, 0, new Set());
-    return drawing;
+  forget() {
+    this.count = 0;
+    this.versions = new Map();
+  }
+
+  drawing(state) {
+    this.state = state;
+    if (this.count > MOST_VERSIONS) this.forget();
+    const version = this.version(ROOT);
+    if (!version.drawing) {
+      const body = this.body(ROOT, version), [left, right] = this.sides(body);
+      const drawing = { width: left + right, height: body.height, placed: [], ends: [], lines: [], labels: [] };
+      this.draw(drawing, ROOT, body, left, 0, NONE);
+      version.drawing = drawing;
+    }
+    return version.drawing;
+  }
+
+  /** Lay out a state ahead, a container at a time, from the inside out. */
+  *ahead(state) {
+    const open = Object.keys(this.sketch.flat).filter((part) => part === ROOT || state.opened.has(part));
+    const depth = (part) => (part === null ? 0 : 1 + depth(this.sketch.parts[part].parent));
+    for (const [part] of open.map((part) => [part, depth(part)]).sort((a, b) => b[1] - a[1])) {
+      this.state = state;
+      this.body(part, this.version(part));
+      yield;
+    }
+    this.drawing(state);
   }
 
   plane(part) {
@@ -32,26 +76,37 @@ class Layout {
     return folded || this.sketch.flat[part];
   }
 
-  body(part) {
+  /** A part as it is shown now: folded or not, and with which of its children open, and how those are shown. */
+  version(part) {
     const plane = this.plane(part);
-    const scheme = this.sketch.schemes[plane.scheme];
+    const inner = plane.children.map((child) => (this.state.opened.has(child) && this.sketch.flat[child] ? this.version(child) : null));
+    const key = `${plane === this.sketch.flat[part]} ${inner.map((version) => version?.id ?? "").join()}`;
+    if (!this.versions.has(part)) this.versions.set(part, new Map());
+    const mine = this.versions.get(part);
+    if (!mine.has(key)) mine.set(key, { id: ++this.count, plane, inner, body: null, frame: null, drawing: null });
+    return mine.get(key);
+  }
+
+  body(part, version) {
+    if (version.body) return version.body;
+    const { plane } = version, scheme = this.sketch.schemes[plane.scheme];
     const extents = scheme.knots.map(([role, index]) => {
-      if (role === "box") return this.extent(plane, index);
+      if (role === "box") return version.inner[index] ? this.frame(plane, index, version.inner[index]) : this.extent(plane, index);
       if (part === ROOT && role !== "lane") return this.end(plane.links[index][0], role === "in");
-      return makeExtent();
+      return NOTHING;
     });
     const shifts = scheme.steps.map(([upper, lower, route]) => {
       const [wire, port] = plane.links[route];
       return (extents[upper].outs.get(port) ?? 0) - (extents[lower].ins.get(wire) ?? 0);
     });
     const x = across(this.g, scheme, extents, shifts);
-    return { plane, scheme, extents, x, ...down(this.g, scheme, extents, x, shifts, part !== ROOT) };
+    version.body = { plane, scheme, extents, x, ...down(this.g, scheme, extents, x, shifts, part !== ROOT) };
+    return version.body;
   }
 
   extent(plane, index) {
     const g = this.g, part = plane.children[index], repeat = plane.repeats[index];
     const ins = plane.ins[index], outs = plane.outs[index];
-    if (this.state.opened.has(part) && this.sketch.flat[part]) return this.frame(plane, index);
     const half = this.half(part, repeat);
     const sheet = repeat > 1 ? g.sheet : 0;
     const height = this.sketch.parts[part].height + sheet;
@@ -70,9 +125,10 @@ class Layout {
     return extent;
   }
 
-  frame(plane, index) {
+  frame(plane, index, version) {
+    if (version.frame?.plane === plane) return version.frame.extent;
     const g = this.g, part = plane.children[index], ins = plane.ins[index];
-    const body = this.body(part);
+    const body = this.body(part, version);
     let [left, right] = this.sides(body);
     const ends = { in: new Map(), out: new Map() };
     body.scheme.knots.forEach(([role, route], i) => ends[role]?.set(body.plane.links[route][0], body.x[i]));
@@ -84,12 +140,13 @@ class Layout {
     const anchor = ins.main === null
       ? (Math.min(...some) + Math.max(...some)) / 2
       : ends.in.get(plane.links[ins.routes[ins.main]][0]);
-    body.x = body.x.map((at) => at - anchor);
     const moved = (map) => new Map([...map].map(([wire, at]) => [wire, at - anchor]));
-    return {
+    const extent = {
       left: left + anchor, right: right - anchor, height: body.height, box: body.height,
-      ins: moved(ends.in), outs: moved(ends.out), labels: false, body,
+      ins: moved(ends.in), outs: moved(ends.out), labels: false, body: { ...body, x: body.x.map((at) => at - anchor) },
     };
+    version.frame = { plane, extent };
+    return extent;
   }
 
   end(wire, isInput) {
@@ -124,8 +181,10 @@ class Layout {
 
   draw(drawing, part, body, x0, y0, skips) {
     const { scheme, plane } = body, g = this.g;
-    const row = rowOf(scheme), top = [], bottom = [], names = [], arriving = scheme.knots.map(() => new Set());
-    for (const [, lower, route, skip] of scheme.steps) if (skip) arriving[lower].add(plane.links[route][0]);
+    const { row } = factsOf(scheme), top = [], bottom = [], names = [], arriving = new Map();
+    for (const [, lower, route, skip] of scheme.steps) {
+      if (skip) arriving.set(lower, (arriving.get(lower) ?? new Set()).add(plane.links[route][0]));
+    }
     scheme.knots.forEach(([role, index], i) => {
       const extent = body.extents[i], x = x0 + body.x[i];
       top[i] = bottom[i] = y0 + body.tops[row[i]];
@@ -140,7 +199,7 @@ class Layout {
       }
       if (role === "box") {
         names[i] = plane.children[index];
-        this.place(drawing, names[i], plane.repeats[index], extent, x, top[i], arriving[i]);
+        this.place(drawing, names[i], plane.repeats[index], extent, x, top[i], arriving.get(i) ?? NONE);
       } else {
         const wire = plane.links[index][0], half = this.halfEnd(wire);
         drawing.ends.push({ wire, x: x - half, y: top[i], width: 2 * half, height: extent.box });
@@ -178,15 +237,52 @@ class Layout {
   }
 }
 
+const NONE = new Set();
+
 function makeExtent() {
   return { left: 0, right: 0, height: 0, box: 0, ins: new Map(), outs: new Map(), labels: false, body: null };
 }
 
-function rowOf(scheme) {
-  const row = [];
+const NOTHING = makeExtent();
+
+/** What follows from a scheme, whatever the sizes of its boxes: rows, columns, neighbours in a row, pulls of wires. */
+function factsOf(scheme) {
+  const known = FACTS.get(scheme);
+  if (known) return known;
+  const row = [], column = [], above = [];
   scheme.rows.forEach((knots, i) => knots.forEach((knot) => (row[knot] = i)));
-  return row;
+  const straight = new Map(scheme.steps.map(([upper, lower], i) => [`${upper} ${lower}`, i]));
+  scheme.columns.forEach((knots, i) => knots.forEach((knot, j) => {
+    column[knot] = i;
+    if (j) above.push([knot, knots[j - 1], straight.get(`${knots[j - 1]} ${knot}`)]);
+  }));
+  const neighbours = [], between = scheme.columns.map(() => []), place = new Map();
+  for (const knots of scheme.rows) {
+    for (let i = 0; i + 1 < knots.length; i++) {
+      const a = knots[i], b = knots[i + 1], key = `${column[a]} ${column[b]}`;
+      if (!place.has(key)) {
+        place.set(key, between[column[b]].length);
+        between[column[b]].push(column[a]);
+      }
+      const boxes = (scheme.knots[a][0] === "box") + (scheme.knots[b][0] === "box");
+      neighbours.push([a, b, boxes, column[b], place.get(key)]);
+    }
+  }
+  const solid = scheme.columns.map((knots) => knots.filter((knot) => scheme.knots[knot][0] !== "lane").length);
+  const weight = scheme.columns.map((knots, i) => solid[i] + 0.001 * knots.length);
+  const pulls = scheme.columns.map(() => []);
+  scheme.steps.forEach(([upper, lower, , skip], i) => {
+    const a = column[upper], b = column[lower];
+    if (a === b) return;
+    pulls[a].push([skip && solid[a] ? 0.01 : 1, b, i, -1]);
+    pulls[b].push([skip && solid[b] ? 0.01 : 1, a, i, 1]);
+  });
+  const found = { row, column, above, neighbours, between, weight, pulls };
+  FACTS.set(scheme, found);
+  return found;
 }
+
+const FACTS = new WeakMap();
 
 function spread(spaces, main, room) {
   let at = 0;
@@ -199,42 +295,28 @@ function spread(spaces, main, room) {
 }
 
 function across(g, scheme, extents, shifts) {
-  const straight = new Map(scheme.steps.map(([upper, lower], i) => [`${upper} ${lower}`, shifts[i]]));
-  const column = [], bent = [];
-  scheme.columns.forEach((knots, i) => knots.forEach((knot, j) => {
-    column[knot] = i;
-    bent[knot] = j ? bent[knots[j - 1]] + straight.get(`${knots[j - 1]} ${knot}`) : 0;
-  }));
-  const apart = scheme.columns.map(() => new Map());
-  for (const row of scheme.rows) {
-    for (let i = 0; i + 1 < row.length; i++) {
-      const a = row[i], b = row[i + 1];
-      const boxes = (scheme.knots[a][0] === "box") + (scheme.knots[b][0] === "box");
-      const gap = g.lane_gap + (boxes * (g.box_gap - g.lane_gap)) / 2;
-      const space = extents[a].right + bent[a] + gap + extents[b].left - bent[b];
-      const spaces = apart[column[b]], other = column[a];
-      spaces.set(other, Math.max(spaces.get(other) ?? space, space));
-    }
+  const { column, above, neighbours, between, weight, pulls } = factsOf(scheme), count = weight.length;
+  const bent = new Array(column.length).fill(0);
+  for (const [knot, upper, step] of above) bent[knot] = bent[upper] + shifts[step];
+  if (count === 1) return bent;
+  const spaces = between.map((others) => others.map(() => -Infinity));
+  for (const [a, b, boxes, right, place] of neighbours) {
+    const gap = g.lane_gap + (boxes * (g.box_gap - g.lane_gap)) / 2;
+    const space = extents[a].right + bent[a] + gap + extents[b].left - bent[b];
+    if (space > spaces[right][place]) spaces[right][place] = space;
   }
-  const solid = scheme.columns.map((knots) => knots.filter((knot) => scheme.knots[knot][0] !== "lane").length);
-  const weight = scheme.columns.map((knots, i) => solid[i] + 0.001 * knots.length);
-  const pulls = scheme.columns.map(() => []);
-  scheme.steps.forEach(([upper, lower, , skip], i) => {
-    const a = column[upper], b = column[lower], offset = shifts[i] + bent[upper] - bent[lower];
-    if (a === b) return;
-    pulls[a].push([skip && solid[a] ? 0.01 : 1, b, -offset]);
-    pulls[b].push([skip && solid[b] ? 0.01 : 1, a, offset]);
-  });
-  const x = settle(weight, apart, pulls);
+  const offsets = scheme.steps.map(([upper, lower], i) => shifts[i] + bent[upper] - bent[lower]);
+  const x = settle(weight, between, spaces, pulls, offsets);
   return column.map((c, knot) => x[c] + bent[knot]);
 }
 
 function down(g, scheme, extents, x, shifts, framed) {
-  const row = rowOf(scheme), bends = scheme.rows.map(() => 0), tops = [], bottoms = [];
+  const { row } = factsOf(scheme), bends = scheme.rows.map(() => 0), tops = [], bottoms = [];
   scheme.steps.forEach(([upper, lower], i) => {
     bends[row[upper]] = Math.max(bends[row[upper]], Math.abs(x[upper] + shifts[i] - x[lower]));
   });
-  const heights = scheme.rows.map((knots) => Math.max(...knots.map((knot) => extents[knot].height)));
+  const heights = scheme.rows.map(() => 0);
+  extents.forEach((extent, knot) => (heights[row[knot]] = Math.max(heights[row[knot]], extent.height)));
   let y = framed ? g.header : g.pad;
   heights.forEach((height, i) => {
     if (i) y += g.row_gap + Math.ceil(Math.min(g.bend_most, g.bend * bends[i - 1]));
@@ -251,37 +333,41 @@ function down(g, scheme, extents, x, shifts, framed) {
   return { tops, bottoms, height: framed && heights.at(-1) === 0 ? y : y + g.pad };
 }
 
-function settle(weight, apart, pulls) {
-  let x = nearest(weight.map(() => 0), weight, apart);
+function settle(weight, between, spaces, pulls, offsets) {
+  let x = nearest(weight.map(() => 0), weight, between, spaces);
   for (let round = 0; round < 30; round++) {
     const want = x.map((here, i) => {
       if (!pulls[i].length) return here;
       let sum = 0, total = 0;
-      for (const [w, other, offset] of pulls[i]) {
-        sum += w * (x[other] + offset);
+      for (const [w, other, step, sign] of pulls[i]) {
+        sum += w * (x[other] + sign * offsets[step]);
         total += w;
       }
       return (here + sum / total) / 2;
     });
     const before = x;
-    x = nearest(want, weight, apart);
+    x = nearest(want, weight, between, spaces);
     if (x.every((here, i) => Math.abs(here - before[i]) < 0.25)) break;
   }
   return x;
 }
 
-function nearest(want, weight, apart) {
-  const block = want.map((_, i) => i), offset = want.map(() => 0), members = want.map((_, i) => [i]);
-  const at = [...want], mass = [...weight];
-  const between = apart.map((spaces, i) => [...spaces].map(([other, space]) => [i, other, space]));
-  for (let column = 0; column < want.length; column++) {
+/** Places nearest to the wanted ones at which every column keeps its space (`spaces`) to those left of it (`between`). */
+function nearest(want, weight, between, spaces) {
+  const count = want.length, block = want.map((_, i) => i), offset = new Array(count).fill(0);
+  const at = [...want], mass = [...weight], members = want.map((_, i) => [i]);
+  for (let column = 0; column < count; column++) {
     for (;;) {
       const own = block[column];
-      between[own] = between[own].filter(([, other]) => block[other] !== own);
       let worst = 1e-9, left = own, shift = 0;
-      for (const [member, other, space] of between[own]) {
-        const overlap = at[block[other]] + offset[other] + space - at[own] - offset[member];
-        if (overlap > worst) [worst, left, shift] = [overlap, block[other], offset[other] + space - offset[member]];
+      for (const member of members[own]) {
+        const others = between[member];
+        for (let k = 0; k < others.length; k++) {
+          const other = others[k];
+          if (block[other] === own) continue;
+          const space = spaces[member][k], overlap = at[block[other]] + offset[other] + space - at[own] - offset[member];
+          if (overlap > worst) [worst, left, shift] = [overlap, block[other], offset[other] + space - offset[member]];
+        }
       }
       if (left === own) break;
       const total = mass[left] + mass[own];
@@ -292,12 +378,10 @@ function nearest(want, weight, apart) {
         offset[member] += shift;
         members[left].push(member);
       }
-      for (const row of between[own]) between[left].push(row);
       members[own] = [];
-      between[own] = [];
     }
   }
   const x = want.map((_, i) => at[block[i]] + offset[i]);
-  apart.forEach((spaces, i) => spaces.forEach((space, other) => (x[i] = Math.max(x[i], x[other] + space))));
+  for (let i = 0; i < count; i++) between[i].forEach((other, k) => (x[i] = Math.max(x[i], x[other] + spaces[i][k])));
   return x;
 }

@@ -1,30 +1,127 @@
-// A drawing as SVG elements. Knows nothing of what is selected or how it is clicked; that is in graph.js.
+// A drawing as SVG elements: those that are in sight and around it, made when one looks there, gone when one looks away.
+//
+// From afar nothing can be read: boxes are plain then, and wires one path. What is selected or lit is kept by name, so
+// that an element has it whenever it is made. How it is clicked is in hand.js.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
+const LEGIBLE = 0.28;
+const AROUND = 0.5;  // of the view, drawn on each side of it
 
-/** Replace the content of `world` by a drawing. */
-function drawPicture(world, drawing, sketch, blocks) {
-  const layers = ["frames", "wires", "shapes", "boxes"].map((name) => element("g", { class: name }));
-  const [frames, wires, shapes, boxes] = layers;
-  for (const placed of drawing.placed) {
-    if (placed.open) frames.append(frameElement(placed, sketch));
-    else boxes.append(boxElement(placed, sketch, blocks));
+class Picture {
+  constructor(world) {
+    this.world = world;
+    this.shown = new Map();
+    this.selected = null;
+    this.lit = new Set();
+    this.dress = () => {};  // called with every box that is made, and its part
   }
-  const skipsFirst = [...drawing.lines].sort((a, b) => Number(b.skip) - Number(a.skip));
-  for (const line of skipsFirst) wires.append(...wireElements(line));
-  for (const label of drawing.labels) {
-    shapes.append(textElement(label.x, label.y, "shape", sketch.wires[label.wire].label));
+
+  /** Take another drawing; nothing of it is drawn before `look`. */
+  set(drawing, sketch, blocks) {
+    Object.assign(this, { drawing, sketch, blocks, drawn: null });
+    this.shown.clear();
+    this.layers = ["frames", "skips", "wires", "shapes", "boxes"].map((name) => element("g", { class: name }));
+    this.world.replaceChildren(...this.layers);
+    this.items = [
+      ...drawing.placed.map((placed) => this.item(placed.open ? 0 : 4, placed.x, placed.y, placed.width + 5, placed.height + 5, placed, placed.open ? "frame" : "box")),
+      ...drawing.lines.map((line) => this.wire(line)),
+      ...drawing.labels.map((label) => this.item(3, label.x, label.y - 12, sketch.wires[label.wire].width, 16, label, "label")),
+      ...drawing.ends.map((end) => this.item(4, end.x, end.y, end.width, end.height, end, "end"))];
   }
-  for (const end of drawing.ends) {
+
+  item(layer, x, y, width, height, of, kind) {
+    return { layer, left: x - 8, right: x + width + 8, top: y - 8, bottom: y + height + 8, of, kind };
+  }
+
+  wire(line) {
+    const left = Math.min(line.x1, line.x2);
+    return this.item(line.skip ? 1 : 2, left, line.y1, Math.max(line.x1, line.x2) - left, line.y4 - line.y1, line, "wire");
+  }
+
+  /** Draw what lies in a rectangle of the drawing, seen at a scale. */
+  look({ left, top, right, bottom }, scale) {
+    if (!this.drawing) return;
+    const near = scale >= LEGIBLE, drawn = this.drawn;
+    if (drawn && drawn.near === near && left >= drawn.left && right <= drawn.right && top >= drawn.top && bottom <= drawn.bottom) return;
+    const dx = (right - left) * AROUND, dy = (bottom - top) * AROUND;
+    const view = { left: left - dx, right: right + dx, top: top - dy, bottom: bottom + dy, near };
+    if (drawn && drawn.near !== near) this.clear();
+    this.drawn = view;
+    const added = this.layers.map(() => []), far = { wire: "", skip: "" };
+    for (const item of this.items) {
+      const inside = item.right > view.left && item.left < view.right && item.bottom > view.top && item.top < view.bottom;
+      if (!near && item.kind === "wire") {
+        if (inside) far[item.of.skip ? "skip" : "wire"] += linePath(item.of);
+      } else if (!near && item.kind === "label") continue;
+      else if (!inside) {
+        for (const old of this.shown.get(item) ?? []) old.remove();
+        this.shown.delete(item);
+      } else if (!this.shown.has(item)) {
+        const made = this.make(item, near);
+        this.shown.set(item, made);
+        added[item.layer].push(...made);
+      }
+    }
+    added.forEach((made, i) => this.layers[i].append(...made));
+    if (!near) {
+      this.layers[1].replaceChildren(element("path", { class: "wire skip", d: far.skip }));
+      this.layers[2].replaceChildren(element("path", { class: "wire", d: far.wire }));
+    }
+    this.parts = new Map();
+    for (const group of this.world.querySelectorAll("[data-part]")) this.parts.set(group.dataset.part, group);
+    this.mark();
+  }
+
+  clear() {
+    this.shown.clear();
+    for (const layer of this.layers) layer.replaceChildren();
+  }
+
+  make({ kind, of }, near) {
+    const { sketch, blocks } = this;
+    if (kind === "frame") return [near ? frameElement(of, sketch) : plainElement(of, sketch, "frame")];
+    if (kind === "box") {
+      const group = near ? boxElement(of, sketch, blocks) : plainElement(of, sketch, `box ${sketch.parts[of.part].kind}`);
+      this.dress(group, of.part);
+      return [group];
+    }
+    if (kind === "wire") return wireElements(of);
+    if (kind === "label") return [textElement(of.x, of.y, "shape", sketch.wires[of.wire].label)];
     const group = element("g", { class: "end" });
-    group.append(
-      rectElement(end.x, end.y, end.width, end.height, end.height / 2),
-      textElement(end.x + end.width / 2, end.y + end.height / 2 + 3.5, "", sketch.ends[end.wire].name),
-    );
-    boxes.append(group);
+    group.append(rectElement(of.x, of.y, of.width, of.height, of.height / 2), textElement(of.x + of.width / 2, of.y + of.height / 2 + 3.5, "", sketch.ends[of.wire].name));
+    return [group];
   }
-  world.replaceChildren(...layers);
+
+  /** Select a part and light some wires. */
+  choose(part, wires) {
+    this.selected = part;
+    this.lit = new Set(wires);
+    this.mark();
+  }
+
+  mark() {
+    for (const old of this.world.querySelectorAll(".selected, .lit")) old.classList.remove("selected", "lit");
+    if (this.selected !== null) this.parts?.get(this.selected)?.classList.add("selected");
+    if (!this.lit.size) return;
+    for (const [{ kind, of }, made] of this.shown) {
+      if (kind !== "wire" || !(this.lit.has(of.wire) || this.lit.has(of.port))) continue;
+      for (const path of made) if (!path.classList.contains("touch")) path.classList.add("lit");
+    }
+  }
+
+  /** Dress all boxes that are there again. */
+  dressAll() {
+    for (const [{ kind, of }, [group]] of this.shown) if (kind === "box") this.dress(group, of.part);
+  }
+}
+
+/** A box or a frame from afar: its outline. */
+function plainElement(placed, sketch, name) {
+  const group = element("g", { class: name, "data-part": placed.part });
+  if (name === "frame" && level(placed.part, sketch) % 2) group.classList.add("odd");
+  group.append(rectElement(placed.x, placed.y, placed.width, placed.height, 4));
+  return group;
 }
 
 function frameElement(placed, sketch) {
