@@ -157,9 +157,7 @@ def ordered(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
 
 def _torchvision(name: str, **options: Any) -> Callable[[str], nn.Module]:
     def build(size: str) -> nn.Module:
-        import torchvision
-
-        import benchmarks.frontier.preload  # noqa: F401
+        from benchmarks.frontier.preload import torchvision
 
         return getattr(torchvision.models, name)(weights=None, **options)
 
@@ -167,9 +165,7 @@ def _torchvision(name: str, **options: Any) -> Callable[[str], nn.Module]:
 
 
 def _vit(size: str) -> nn.Module:
-    import torchvision
-
-    import benchmarks.frontier.preload  # noqa: F401
+    from benchmarks.frontier.preload import torchvision
 
     return torchvision.models.vit_b_16(weights=None, image_size={"large": 1024, "batch": 224, "tiny": 64}[size])
 
@@ -184,18 +180,18 @@ _TINY = {"vocab_size": 300}
 
 
 def _bert(size: str) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
+    from benchmarks.frontier.preload import transformers
 
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    return BertForMaskedLM(BertConfig(**(_TINY | small if size == "tiny" else {})))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**(_TINY | small if size == "tiny" else {})))
 
 
 def _gpt(size: str) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from benchmarks.frontier.preload import transformers
 
     small = _TINY | {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64}
     options = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**options, **(small if size == "tiny" else {})))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **(small if size == "tiny" else {})))
 
 
 def _images(large: int, batch: int = 64, side: int = 224, tiny: int = 64) -> dict[str, tuple[int, ...]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch._dynamo  # noqa: F401
 
 import outcore
@@ -11,11 +9,13 @@ import outcore.memory.saved_tensors.plan_call  # noqa: F401
 from benchmarks.frontier import row  # noqa: F401
 from tests.foreign.shim import define_torchvision_operators
 
-define_torchvision_operators()
-with contextlib.suppress(ImportError):
-    import torchvision  # noqa: F401
-    import transformers
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
+define_torchvision_operators()  # before torchvision, where it was built for another torch
 
-    transformers.logging.set_verbosity_error()
+import torchvision  # noqa: E402
+import transformers  # noqa: E402
+import transformers.models.bert.modeling_bert  # noqa: E402
+import transformers.models.gpt2.modeling_gpt2  # noqa: E402
+
+__all__ = ["torchvision", "transformers"]
+
+transformers.logging.set_verbosity_error()

@@ -155,7 +155,8 @@ def peaks(training: Training, measure: Callable[[], object]) -> dict[str, int]:
     held = [*training.model.parameters(), *training.model.buffers(), *training.args, *training.kwargs.values()]
     held += [p.grad for p in training.model.parameters() if p.grad is not None]
     state = [t for kept in training.optimizer.state.values() for t in kept.values() if isinstance(t, torch.Tensor)]
-    own = sum({t.data_ptr(): t.nbytes for t in (*held, *state)}.values())
+    storages = [t.untyped_storage() for t in (*held, *state)]
+    own = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
     live = own + measured_peak(measure, torch.device("cpu"))
     return {"reserved": live, "allocated": live}
 

@@ -1,4 +1,7 @@
-"""What people do without fusing: plain PyTorch in as many processes on one GPU, without and with NVIDIA MPS.
+"""What people do without fusing: as many processes on one GPU, without and with NVIDIA MPS.
+
+They train in plain PyTorch, and under MPS also as strong as a process can be (`graphed_process`: cuDNN's search, the
+faster layout, the step as a CUDA graph).
 
     python processes.py --out results.json [--counts 4,16] [--only resnet18-b32/tf32,transformer-b20/amp]
 
@@ -30,11 +33,12 @@ MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/fuse-mps", "CUDA_MPS_LOG_DIRECTORY": "/t
 _START_S = 0.1
 
 
-def child(device: str, tiny: bool, env: dict[str, str], told: Connection) -> None:
+def child(device: str, tiny: bool, env: dict[str, str], graphs: bool, told: Connection) -> None:
     """One process: builds what it is told, and trains it when it is told; answers each time."""
     os.environ |= env
     import measures
     import torch
+    from graphed_process import graphed_step
 
     from tests.fusion.workloads import TINY, USUAL
 
@@ -50,7 +54,8 @@ def child(device: str, tiny: bool, env: dict[str, str], told: Connection) -> Non
         if device == "cuda":
             torch.cuda.empty_cache()
         workload, precision = name.split("/")
-        step = measures.plain(torch.device(device), (TINY if tiny else USUAL)[workload], precision == "amp")
+        make = graphed_step if graphs else measures.plain
+        step = make(torch.device(device), (TINY if tiny else USUAL)[workload], precision == "amp")
         for _ in range(3):
             step()
         wait()
@@ -86,11 +91,11 @@ class Crew:
     lines: list[Connection]
 
     @classmethod
-    def start(cls, what: str, count: int, device: str, tiny: bool, env: dict[str, str]) -> Crew:
+    def start(cls, what: str, count: int, device: str, tiny: bool, env: dict[str, str], graphs: bool = False) -> Crew:
         """Processes that are getting ready."""
         context = multiprocessing.get_context("fork")
         pairs = [context.Pipe() for _ in range(count)]
-        made = [context.Process(target=child, args=(device, tiny, env, end), daemon=True) for _, end in pairs]
+        made = [context.Process(target=child, args=(device, tiny, env, graphs, end), daemon=True) for _, end in pairs]
         for process in made:
             process.start()
         return cls(what, made, [line for line, _ in pairs])
@@ -193,10 +198,15 @@ def main() -> None:
     table, counts = Table(given.out), sorted(map(int, given.counts.split(",")))
     preload(given.device)
     crews = [Crew.start("processes", counts[-1], given.device, given.tiny, {})]
-    if problem := serve():
+    if given.device == "cpu":
+        problem = "not on a CPU"
+        crews.append(Crew.start("processes, graphs", counts[-1], "cpu", given.tiny, {}, graphs=True))
+    elif problem := serve():
         table.add({"what": "processes with MPS", "error": problem})
     else:
-        crews.append(Crew.start("processes with MPS", counts[-1], given.device, given.tiny, MPS))
+        start = (counts[-1], given.device, given.tiny, MPS)
+        crews.append(Crew.start("processes with MPS", *start))
+        crews.append(Crew.start("processes with MPS, graphs", *start, graphs=True))
     try:
         for crew in crews:
             if trouble := crew.ready(time.time() + given.patience):

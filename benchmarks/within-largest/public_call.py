@@ -32,13 +32,11 @@ def one(grows: str, how: str, size: int, device: str, pipe: Any) -> None:
     """Train three steps, or say why not."""
     import torch
 
-    import benchmarks.frontier.preload  # noqa: F401
     import outcore
+    from benchmarks.frontier.preload import torchvision
 
     try:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-        import torchvision
-
         model = torchvision.models.resnet50().to(device)
         shape = (size, 3, 224, 224) if grows == "batch" else (1, 3, size, size)
         images = torch.randn(*shape, device=device)
