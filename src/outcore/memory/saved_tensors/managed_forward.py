@@ -58,7 +58,7 @@ from outcore.memory.saved_tensors.live_forward import LiveForward, is_looked_at
 from outcore.memory.saved_tensors.peak_monitor import PeakMonitor, meter_for
 from outcore.memory.saved_tensors.plan_call import CallProposal, propose
 from outcore.memory.saved_tensors.policy_table import compile_policies
-from outcore.memory.saved_tensors.replan import corrected, replanned
+from outcore.memory.saved_tensors.replan import admit_larger, corrected, replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 from outcore.planner.memory.plan import MemoryPlan
 
@@ -147,7 +147,7 @@ class ManagedForward:
             return self.plainly(*args, **kwargs)
         key = self.key(args, kwargs)
         if key not in self.admitted:
-            self.admit(key, args, kwargs)
+            admit_larger(self, key, args, kwargs)
             if (new := self.admitted[key]) is not None and follow(self, new.plan.state):
                 return self(*args, **kwargs)
         entry = self.admitted[key]

@@ -21,10 +21,34 @@ from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
-__all__ = ["corrected", "replanned"]
+__all__ = ["admit_larger", "corrected", "replanned"]
 
 _FOR_ALLOCATOR = 0.03
 """Share of the budget that is left to an allocator which had to look twice for room."""
+
+
+def admit_larger(managed: ManagedForward, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Plan a call that is larger than those before it; if it cannot be done within the budget, as small as it can be.
+
+    A training is not ended because one graph, sentence or image is larger than the first: that is said, and the step
+    takes what it needs.
+    """
+    try:
+        managed.admit(key, args, kwargs)
+    except PlanError as refused:
+        least, before = refused.least_bytes, managed.settings
+        if least is None or before.budget_bytes is None or before.policy is not None or managed.only_graphs:
+            raise
+        warnings.warn(
+            f"outcore: this call is larger than the one that was planned for, and needs {format_bytes(least)} where the "
+            f"budget is {format_bytes(before.budget_bytes)}; it takes as little as was found",
+            stacklevel=5,
+        )
+        managed.settings = replace(before, budget_bytes=least)
+        try:
+            managed.admit(key, args, kwargs)
+        finally:
+            managed.settings = before
 
 
 def corrected(
