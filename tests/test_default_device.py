@@ -68,6 +68,15 @@ def test_within_under_another_default_device(policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+def test_costs_and_plans_under_another_default_device() -> None:
+    model, images, _ = network()
+    with torch.device("meta"):
+        graph = outcore.capture(model, (images,))
+        assert outcore.measure(graph, time_limit_s=0.5, between=True).total().forward_s > 0
+        assert outcore.memory_of(model, (images,)) > 0
+        assert outcore.plan(graph, devices=2).predicted is not None
+
+
 def test_many_models_as_one_under_another_default_device() -> None:
     def members() -> list[nn.Module]:
         torch.manual_seed(3)

@@ -89,8 +89,8 @@ def between_calls(
     key = (str(device), torch.get_num_threads())
     if key not in _known:
         gpus = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus):
-            model = _Small().to(device)
+        with torch.random.fork_rng(devices=gpus), device:
+            model = _Small()
             x = torch.randn(2, _WIDTH, 4, 4, device=device)
         costs = measure(capture(model, (x,)))
         timings = [t for c in costs.calls.values() for t in (c.forward, c.backward) if t is not None]
