@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from outcore.graph import Graph as Graph
     from outcore.graph import capture as capture
     from outcore.job import Job as Job
+    from outcore.job_plan import plan as plan
     from outcore.memory.saved_tensors.lossy_error import gradient_effect as gradient_effect
     from outcore.plan_document import Plan as Plan
-    from outcore.planner.pipeline.plan_job import plan as plan
     from outcore.predict import estimate as estimate
     from outcore.predict import memory_of as memory_of
     from outcore.run import Engine as Engine
@@ -57,7 +57,7 @@ _NAMES = {
     "measure": "cost.measured.measure",
     "memory_of": "predict",
     "memory_plan": "within",
-    "plan": "planner.pipeline.plan_job",
+    "plan": "job_plan",
     "release": "within",
     "within": "within",
 }

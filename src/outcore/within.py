@@ -25,16 +25,13 @@ from torch import nn
 from outcore.compiled.install import compile_within, is_compiled
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
-from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import without_gaps
-from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recorder import planning
-from outcore.graph.record.recording import Ref
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
@@ -138,6 +135,7 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
+    from outcore.stream.loss_size import loss_bytes
     from outcore.stream.managed_forward import (
         StreamSettings,
         bytes_on,
@@ -165,7 +163,7 @@ def within(
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
     if compile and not (lazy or stream or plan is not None or state is not None):
         wanted_loss = loss_on_output(loss)
-        beside = _loss_bytes(graph, wanted_loss)
+        beside = loss_bytes(graph, wanted_loss) if wanted_loss is not None else 0
         found = compile_within(model, graph, args, kwargs, share or budget, cost, wanted_loss, beside, quiet=quiet)
         if found is not None:
             return _announced(model, found, found.budget_bytes, assumed=optimizer is None, quiet=quiet)
@@ -176,14 +174,14 @@ def within(
         plan.validate(graph)
     by_hand = plan.stream if isinstance(plan, Plan) else None
     on_output = loss_on_output(loss)
-    loss_bytes = _loss_bytes(graph, on_output)
+    held_by_loss = loss_bytes(graph, on_output) if on_output is not None else 0
     if costs is None:
         seconds = measure_s if turned is None else measure_s / 2
         costs = measured(graph, time_limit_s=seconds, between=reassociated)
     if share is not None:
-        plain = plan_memory(graph, costs, budget_bytes=None, optimizer=cost, loss_bytes=loss_bytes, policy={})
+        plain = plan_memory(graph, costs, budget_bytes=None, optimizer=cost, loss_bytes=held_by_loss, policy={})
         budget = int(share * plain.plain_bytes)
-    beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
+    beside = held_by_loss + bytes_on(graph_device(graph), (args, kwargs))
     wanted = StreamSettings(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
     if lazy or stream or by_hand is not None:
         step = install_streamed_forward(model, graph, wanted, without_gaps(costs))
@@ -210,7 +208,7 @@ def within(
         reassociated=reassociated,
         order=order,
         quiet=quiet,
-        beside_bytes=loss_bytes,
+        beside_bytes=held_by_loss,
         margin=margin,
         rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
@@ -358,41 +356,6 @@ def graph_device(graph: Graph) -> torch.device:
     """Where the model of a graph is."""
     first = next(iter((*graph.module.model.parameters(), *graph.module.model.buffers())), None)
     return first.device if first is not None else torch.device("cpu")
-
-
-class _Loss(nn.Module):
-    """A loss as a network, on the device of its model."""
-
-    def __init__(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
-        super().__init__()
-        self.loss = loss
-        self.register_buffer("place", torch.empty(0, device=device), persistent=False)
-
-    def forward(self, output: Any) -> torch.Tensor:
-        """The loss of an output."""
-        return self.loss(output)
-
-
-def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int:
-    """What the loss holds beside the model's output, which may be any structure of tensors."""
-    if loss is None or graph.executable is None:
-        return 0
-
-    def stand_in(ref: Ref) -> Any:
-        value = graph.values.get(ref.name)
-        if value is None:
-            return ref
-        dtype = getattr(torch, value.dtype)
-        return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
-
-    output = substitute(graph.executable[1].result, Ref, stand_in)
-    try:
-        alone = capture(_Loss(loss, graph_device(graph)), (output,))
-        curve = memory_curve(alone, account(alone), optimizer=0.0)
-    except OutcoreError as error:
-        print(f"outcore: what the loss holds is not counted: {error}", file=sys.stderr)
-        return 0
-    return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
 
 
 def _budget(memory: str | int | None) -> tuple[float | None, int | None]:
