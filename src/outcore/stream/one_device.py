@@ -29,7 +29,7 @@ from outcore.stream.loss_size import loss_bytes
 from outcore.stream.managed_forward import StreamSettings, planned
 from outcore.stream.plan.step_document import StreamedStep
 
-__all__ = ["OneDeviceStep", "fit_one_device"]
+__all__ = ["OneDeviceStep", "fit_one_device", "simulate_tiles"]
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,22 @@ def fit_one_device(
             refused = error
     wanted = StreamSettings(budget_bytes, optimizer, beside, statistics, device=device.kind)
     return OneDeviceStep("tiles", planned(graph, wanted, costs, refused))
+
+
+def simulate_tiles(plan: Plan, graph: Graph, costs: Costs, machine: Machine, *, optimizer: OptimizerCost) -> Timeline:
+    """The timeline of a step by a plan that streams: tile by tile, with the memory that `fit_one_device` counts.
+
+    Args:
+        plan: says tiles under ``stream``.
+        graph: of the network in training, at the size of a step.
+        costs: of its calls on the machine's first device.
+        machine: what it would run on.
+        optimizer: what its state takes.
+
+    Raises:
+        PlanError: the plan has no tiles.
+    """
+    if plan.stream is None:
+        raise PlanError("the plan has no tiles: nothing stands under stream")
+    wanted = StreamSettings(None, optimizer, loss_bytes(graph), by_hand=plan.stream, device=machine.devices[0].kind)
+    return planned(graph, wanted, costs).simulate()
