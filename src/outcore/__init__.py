@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from outcore.job import Job as Job
     from outcore.memory.saved_tensors.lossy_error import gradient_effect as gradient_effect
     from outcore.plan_document import Plan as Plan
-    from outcore.planner.pipeline.plan_job import plan as plan
     from outcore.predict import estimate as estimate
     from outcore.predict import memory_of as memory_of
     from outcore.run import Engine as Engine
+    from outcore.stream.job_plan import plan as plan
     from outcore.within import memory_plan as memory_plan
     from outcore.within import release as release
     from outcore.within import within as within
@@ -57,7 +57,7 @@ _NAMES = {
     "measure": "cost.measured.measure",
     "memory_of": "predict",
     "memory_plan": "within",
-    "plan": "planner.pipeline.plan_job",
+    "plan": "stream.job_plan",
     "release": "within",
     "within": "within",
 }

@@ -20,7 +20,6 @@ from outcore.cost.predicted.estimate import estimate
 from outcore.cost.predicted.loss_memory import loss_bytes_in
 from outcore.cost.predicted.rough import without_gaps
 from outcore.cost.profile import profile as make_profile
-from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
@@ -28,9 +27,10 @@ from outcore.machine.units import format_bytes
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.machine_tier import tier_of
-from outcore.planner.memory.plan import plan_memory
 from outcore.planner.memory.search import Assignment
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
+from outcore.stream.one_device import OneDeviceStep, fit_one_device
+from outcore.stream.plan.step_document import StreamedStep
 
 __all__ = ["frontier_on_one_device", "plain_bytes", "plan_on_one_device"]
 
@@ -57,20 +57,13 @@ def plan_on_one_device(
     costs = estimate(graph, where)
     plain = make_profile(job, device, size=batch)
     held = loss_bytes_in(plain.memory, graph, costs, optimizer)
-    try:
-        with working("planning", quiet=json):
-            made = plan_memory(
-                graph,
-                costs,
-                budget_bytes=budget_bytes,
-                optimizer=optimizer,
-                tier=tier_of(where),
-                memory_bytes_per_s=device.bandwidth_bytes_per_s,
-                loss_bytes=held,
-            )
-    except PlanError as refused:
-        _in_tiles(graph, device.name, budget_bytes, optimizer, costs, refused, output=output, json=json)
+    with working("planning", quiet=json):
+        step = fit_one_device(graph, costs, where, budget_bytes, optimizer=optimizer, loss_bytes=held)
+    made = step.plan
+    if isinstance(made, StreamedStep):
+        _show_tiles(graph, device.name, budget_bytes, step, output=output, json=json)
         return
+    plain_s = make_profile(job, device, size=batch).step.step_s
     with working("searching for faster and smaller steps", quiet=json):
         found = frontier(made.keeping, known=[made.assignment])
     made = replace(made, known_plain_bytes=plain.memory.peak_bytes)
@@ -99,6 +92,7 @@ def plan_on_one_device(
     console.print(
         f"{graph.root.type} on {device.name}, within {format_bytes(budget_bytes)}", highlight=False, markup=False
     )
+    console.print(str(step), highlight=False, markup=False)
     console.print(made.explain(), highlight=False, markup=False)
     console.print()
     console.print(frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s, plain_bytes=plain_peak))
@@ -112,21 +106,10 @@ def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine)
     return keeping, frontier(keeping)
 
 
-def _in_tiles(
-    graph: Graph,
-    device: str,
-    budget_bytes: int,
-    optimizer: OptimizerCost,
-    costs: Costs,
-    refused: PlanError,
-    *,
-    output: Path | None,
-    json: bool,
+def _show_tiles(
+    graph: Graph, device: str, budget_bytes: int, step: OneDeviceStep, *, output: Path | None, json: bool
 ) -> None:
-    """Plan tiles, and print that."""
-    from outcore.stream.managed_forward import StreamSettings, planned
-
-    step = planned(graph, StreamSettings(budget_bytes, optimizer), costs, refused)
+    """Print a step in tiles."""
     document = step.document()
     if output is not None:
         document.save(output)
@@ -136,4 +119,5 @@ def _in_tiles(
         return
     console = Console()
     console.print(f"{graph.root.type} on {device}, within {format_bytes(budget_bytes)}", highlight=False, markup=False)
-    console.print(step.explain(), highlight=False, markup=False)
+    console.print(str(step), highlight=False, markup=False)
+    console.print(step.plan.explain(), highlight=False, markup=False)

@@ -13,6 +13,8 @@ from rich.console import Console
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.cli.one_device import plain_bytes, plan_on_one_device
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -25,6 +27,7 @@ from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of,
 from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.program import Timeline, chart, rich_gantt, save_trace
 from outcore.spatial import plan_grid
+from outcore.stream.one_device import simulate_tiles
 
 __all__ = ["plan", "simulate"]
 
@@ -170,7 +173,7 @@ def simulate(
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw the timeline.")] = None,
     json: Json = False,
 ) -> None:
-    """Show what a training step by a plan would look like, rank by rank."""
+    """Show what a training step by a plan would look like, rank by rank; of one in tiles, tile by tile."""
     if not plan_file.is_file():
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
     where = _machine(machine)
@@ -182,7 +185,11 @@ def simulate(
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     graph = found.capture(batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None))
-    timeline = _timeline(made, graph, weights_on(where, graph), where)
+    if made.stream is not None:
+        optimizer = OptimizerCost.of(found.optimizer or 2.0, where.devices[0].kind)
+        timeline = simulate_tiles(made, graph, estimate(graph, where), where, optimizer=optimizer)
+    else:
+        timeline = _timeline(made, graph, weights_on(where, graph), where)
     if trace is not None:
         save_trace(timeline, trace)
     if svg is not None:

@@ -71,6 +71,8 @@ class StreamSettings:
     """What a plan says under ``stream``."""
     dense: bool = False
     """Whether the loss is over pixels and taken in one pass."""
+    device: str | None = None
+    """The kind of device it will run on; the model's own if it is not said."""
 
 
 class StreamedForward:
@@ -151,13 +153,25 @@ class StreamedForward:
                 f"the {format_bytes(wanted.budget_bytes or 0)} that are allowed; give images lazily (outcore.data)"
             )
         options: dict[str, Any] = {"memory": memory, "costs": costs, "dense": dense, "policies": True}
-        options["workers"] = _readers(self.model)
+        options |= {"workers": _readers(self.model), "device": wanted.device}
         try:
             return plan_tiles(graph, statistics=wanted.statistics, **options)
-        except (PlanError, StreamError) as refused:
-            if wanted.statistics:
-                raise
-            raise _with_statistics(graph, options, refused, self.costs) from None
+        except (PlanError, StreamError) as error:
+            refused = self._whole(error)
+            raise (refused if wanted.statistics else _with_statistics(graph, options, refused, self.costs)) from None
+
+    def _whole(self, refused: PlanError | StreamError) -> PlanError | StreamError:
+        """A refusal that names the budget of the whole step, as it is given."""
+        least, beside = getattr(refused, "least_bytes", None), self.beside_bytes
+        if least is None or not beside:
+            return refused
+        said = PlanError(
+            f"streaming cannot meet a budget of {format_bytes(self.wanted.budget_bytes or 0)}: streaming needs at "
+            f"least {format_bytes(least + beside)}, {format_bytes(beside)} of it for the optimizer's state, the loss "
+            "and images on the device; give at least that"
+        )
+        said.least_bytes = least + beside
+        return said
 
     @property
     def beside_bytes(self) -> int:
@@ -220,7 +234,10 @@ def _admitted(streamed_forward: StreamedForward, graph: Graph, refused: PlanErro
     except (PlanError, StreamError) as error:
         if refused is None:
             raise
-        raise PlanError(f"{refused}; tiles do not help: {error}") from None
+        both = PlanError(f"{refused}; tiles do not help: {error}")
+        known = (getattr(e, "least_bytes", None) for e in (refused, error))
+        both.least_bytes = min((least for least in known if least is not None), default=None)
+        raise both from None
 
 
 def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, costs: Costs | None) -> Exception:
@@ -233,10 +250,13 @@ def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, 
         return refused
     plain_s = sum(c.time_s for c in costs.calls.values()) if costs is not None else 0.0
     cost = f" and {plan.time_s / plain_s:.1f}x the time of a plain step" if plain_s else ""
-    return type(refused)(
+    said = type(refused)(
         f"{refused}; with statistics=True it fits, for {plan.passes} forward passes over the image, one more per norm "
         f"over the whole of it{cost}"
     )
+    if isinstance(said, PlanError) and isinstance(refused, PlanError):
+        said.least_bytes = refused.least_bytes
+    return said
 
 
 def pixel_loss(model: nn.Module, *args: Any, target: Any, loss: PixelLoss | Function, **kwargs: Any) -> torch.Tensor:

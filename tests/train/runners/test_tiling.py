@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_takes_the_tiles_it_had(job: Path, tmp_path: Path) ->
     words = (f"data.train={tmp_path}/slides/slides.csv", "plan.memory=6MiB")
     assert run(job, tmp_path / "straight", *words, "train.epochs=2")[0] == 0
     assert run(job, tmp_path / "run", *words, "train.epochs=1")[0] == 0
-    with mock.patch.object(tiling, "plan_tiles", side_effect=AssertionError("planned again")):
+    with mock.patch.object(tiling, "fit_one_device", side_effect=AssertionError("planned again")):
         code, said = run(job, tmp_path / "run", *words, "train.epochs=2")
     assert code == 0 and "\nstreamed " in said
     assert same(weights(tmp_path / "run"), weights(tmp_path / "straight"))

@@ -7,6 +7,7 @@ recorded as a network whose input is the output, without memory for either, and 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,9 @@ from outcore.graph import Graph, capture
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import substitute
 
-__all__ = ["loss_bytes_in", "loss_bytes_of", "output_of"]
+__all__ = ["loss_bytes_in", "loss_bytes_of", "output_of", "usual_loss_bytes"]
+
+_NUMBER_BYTES = 4
 
 
 class _Loss(nn.Module):
@@ -50,6 +53,15 @@ def output_of(graph: Graph) -> Any:
         return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
 
     return substitute(graph.executable[1].result, Ref, stand_in) if graph.executable is not None else None
+
+
+def usual_loss_bytes(graph: Graph) -> int:
+    """What a loss that is not known holds: about one number for each of the output's, as cross-entropy keeps.
+
+    >>> usual_loss_bytes(capture(nn.Conv2d(3, 2, 1), [(1, 3, 10, 10)]))
+    800
+    """
+    return sum(_NUMBER_BYTES * math.prod(graph.values[name].shape) for name in graph.outputs)
 
 
 def loss_bytes_of(graph: Graph, loss: Callable[[Any], torch.Tensor] | None, device: torch.device) -> int:

@@ -55,6 +55,8 @@ class StreamLimits:
     """The output leaves tile by tile."""
     policies: bool = False
     """Maps kept between passes, on the device or the host, and policies for the untiled rest."""
+    device: str = "cpu"
+    """The kind of device it will run on."""
 
 
 class StreamCandidates:
@@ -208,12 +210,12 @@ class StreamCandidates:
         yield TileCandidate(boundary, tile, time_s + tail_s, most, keep)
         if not self.allowed.policies or not self.allowed.training or self.budget_bytes is None:
             return
-        device = device_of(self.network.model).type
-        if keep and device == "cuda":
+        if keep and self.allowed.device == "cuda":
             moved_s = _CROSSINGS * kept / HOST_BYTES_PER_S
             most = self._rough(streaming, tile_bytes, 0, tail)
             yield TileCandidate(boundary, tile, time_s + tail_s + moved_s, most, keep, on_host=True)
-        if tail > 0.5 * self.budget_bytes and device != "meta":  # policies are weighed by rates measured there
+        here = device_of(self.network.model).type != "meta"  # policies are weighed by rates measured there
+        if tail > 0.5 * self.budget_bytes and here:
             most = self._rough(streaming, tile_bytes, kept, tail // 4)
             yield TileCandidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
 

@@ -178,6 +178,7 @@ def plan_tiles(
     dense: bool = False,
     policies: bool = False,
     workers: int = 0,
+    device: str | None = None,
 ) -> StreamPlan:
     """Choose boundary and tile size for the fastest step within a budget.
 
@@ -198,6 +199,7 @@ def plan_tiles(
         policies: whether maps between passes may be kept, on the device or the host, and what runs untiled may be put
             under policies for what its backward needs.
         workers: threads that read pixels ahead.
+        device: the kind of device it will run on ("cuda", "cpu"); the model's own if it is not said.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
@@ -205,9 +207,10 @@ def plan_tiles(
     """
     network = bound(graph, folded=fold)
     budget = None if memory is None else parse_bytes(memory) if isinstance(memory, str) else memory
-    margin = _MARGIN.get(device_of(network.model).type, 0.0)
+    device = device or device_of(network.model).type
+    margin = _MARGIN.get(device, 0.0)
     usable = None if budget is None else int(budget * (1 - margin))
-    ways = StreamCandidates(network, costs, StreamLimits(statistics, training, dense, policies), usable)
+    ways = StreamCandidates(network, costs, StreamLimits(statistics, training, dense, policies, device), usable)
     candidates = OrderedCandidates(worth(list(ways.outlines()), usable))
     best, _ = choose(candidates, budget, lambda c: ways.bytes(c).peak, margin=margin)
     rivals = itertools.islice((c for c in candidates if c != best and c.time_s >= best.time_s), 3)

@@ -1,15 +1,15 @@
 """Making one device's step fit: plain where it does, policies for saved tensors where they suffice, tiles where not.
 
 The order is that of what it costs the user: a plain step needs nothing; the memory engine gives the same bits; tiles
-give the same sums in another order, and need nothing of the image in memory at all. The reason for the choice is
-recorded.
+give the same sums in another order, and need nothing of the image in memory at all. Which of them it is, is decided by
+`outcore.stream.one_device`, as `outcore plan` decides it, and the figures that are said are those. The memory engine
+then plans once more, with what it measures on the device; should that refuse, tiles are taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from outcore.machine.units import format_bytes, parse_budget
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.policies import kind_of_policy
+from outcore.stream.one_device import OneDeviceStep
+from outcore.stream.plan.step_document import StreamedStep
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.runners.step_loss import StepLoss
@@ -126,16 +128,22 @@ def _within_or_streamed(
     budget: int,
     loss: StepLoss,
 ) -> FittedModel:
-    shape = expected.shapes[0] if expected.shapes else ()
-    image_bytes = 4 * int(torch.Size(shape).numel())
+    from outcore.train.runners.tiling import choose_step, plan_stream
+
+    beside = expected.loss_bytes if expected.loss_bytes is not None else loss.bytes
     refused = []
-    if 2 * image_bytes < budget:
-        try:
-            return _within(model, job, config, expected, budget, loss)
-        except (PlanError, CaptureError) as error:
-            refused.append(str(error).splitlines()[0])
     try:
-        return _streamed(model, job, config, expected, first.inputs, budget, loss.bytes)
+        step = choose_step(model, job, config, expected, budget, beside)
+        if step.rung == "plain":
+            said = f"a plain step needs {format_bytes(step.peak_bytes)} of the {format_bytes(budget)} allowed"
+            return FittedModel(model, False, (("plain", said),), step.time_s, step.peak_bytes)
+        if isinstance(step.plan, MemoryPlan):
+            try:
+                return _within(model, job, config, expected, budget, loss, step, step.plan)
+            except (PlanError, CaptureError) as error:
+                refused.append(str(error).splitlines()[0])
+        found = step.plan if isinstance(step.plan, StreamedStep) else None
+        return _by_plan(model, plan_stream(model, job, config, expected, first.inputs, budget, beside, found))
     except (PlanError, StreamError, CaptureError) as error:
         refused.append(str(error).splitlines()[0])
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
@@ -143,35 +151,31 @@ def _within_or_streamed(
 
 
 def _within(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, budget: int, loss: StepLoss
+    model: nn.Module,
+    job: Job,
+    config: Config,
+    expected: RunForecast,
+    budget: int,
+    loss: StepLoss,
+    step: OneDeviceStep,
+    plan: MemoryPlan,
 ) -> FittedModel:
+    """The model under policies, which are chosen again from what is measured here."""
     from outcore.train.settings.schedules import make_optimizer
-    from outcore.within import memory_plan, within
+    from outcore.within import within
 
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
     left = max(1, budget - loss.target_bytes)
     with computing(config.train.precision, device):
         within(model, list(expected.shapes), memory=left, loss=loss, optimizer=optimizer, stream=False, quiet=True)
-    plan = memory_plan(model)
-    assert isinstance(plan, MemoryPlan)  # tiles are planned for a slide that is read as it goes, below
     kinds: dict[str, int] = {}
     for how in plan.policy.values():
         kind = kind_of_policy(how)
         kinds[kind] = kinds.get(kind, 0) + 1
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
-    peak = plan.peak_bytes + loss.target_bytes
-    said = f"{format_bytes(peak)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
-    step_s = None if expected.step_s is None else expected.step_s * plan.slowdown
-    return FittedModel(model, False, (("within", said),), step_s, peak)
-
-
-def _streamed(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int, beside: int
-) -> FittedModel:
-    from outcore.train.runners.tiling import plan_stream
-
-    return _by_plan(model, plan_stream(model, job, config, expected, inputs, budget, beside))
+    said = f"{format_bytes(step.peak_bytes)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
+    return FittedModel(model, False, (("within", said),), step.time_s, step.peak_bytes)
 
 
 def _by_plan(model: nn.Module, plan: Plan) -> FittedModel:

@@ -13,6 +13,7 @@ the sizes, cuDNN's workspace for a convolution of 16 channels, which it converts
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,22 +23,24 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
 from outcore.data import Batch, Source
 from outcore.data.slide import SlideLevel
-from outcore.errors import PlanError
 from outcore.graph import Graph, capture
 from outcore.job import Job
+from outcore.machine import known
 from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan, PredictedStep
-from outcore.stream import plan_tiles, stream
+from outcore.stream import stream
 from outcore.stream.execute.tile_dedup import colour
-from outcore.stream.plan.plan import StreamPlan
+from outcore.stream.one_device import OneDeviceStep, fit_one_device
+from outcore.stream.plan.plan import StreamPlan, how_of
 from outcore.stream.plan.prepared import bound, divided
+from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.streamed import Streamed
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import computing
 from outcore.train.settings.schedules import make_optimizer
 from outcore.train.start import RunForecast, device_here, duration
 
-__all__ = ["apply_tiles", "arranged", "computed_share", "plan_stream", "readers"]
+__all__ = ["apply_tiles", "arranged", "choose_step", "computed_share", "plan_stream", "readers"]
 
 _FOUND_S = 1.5e-4
 """Host time to find that a tile is glass and was computed before: 0.08 s for 576 of them."""
@@ -46,61 +49,96 @@ _LOOKED_THROUGH = 2**23
 
 
 def plan_stream(
-    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int, beside: int = 0
+    model: nn.Module,
+    job: Job,
+    config: Config,
+    expected: RunForecast,
+    inputs: Any,
+    budget: int,
+    beside: int | None = None,
+    found: StreamedStep | None = None,
 ) -> Plan:
-    """Boundary and tiles for a budget; the optimizer's state is counted too, and `beside`, what the loss holds.
+    """Boundary and tiles for a budget, as a document: the optimizer's state and the loss are counted, glass is not.
+
+    Args:
+        model: what is trained.
+        job: where it comes from.
+        config: the settings.
+        expected: what was predicted.
+        inputs: what a step is given.
+        budget: the most it may hold.
+        beside: what the loss holds, with its targets.
+        found: the tiles, where they are known already.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
         StreamError: nothing can be streamed.
     """
-    name, device = device_here(config.train.device)
-    model = arranged(model)
-    trained = {n: p.numel() * p.element_size() for n, p in model.named_parameters() if p.requires_grad}
-    state = OptimizerCost.of(make_optimizer(config.optimizer, job)).state_bytes(trained)
-    with computing(config.train.precision, torch.device(name).type):
-        graph = capture(model, list(expected.shapes))
-        costs = estimate(graph, device)
-        try:
-            found = plan_tiles(
-                graph, memory=max(1, budget - state - beside), costs=costs, statistics=config.plan.statistics
-            )
-        except PlanError as error:
-            if error.least_bytes is None:
-                raise
-            least, of_state = format_bytes(error.least_bytes + state + beside), format_bytes(state)
-            said = f"streaming needs at least {least}, {of_state} of it for the optimizer's state; give at least that"
-            raise PlanError(said) from None
-        share = computed_share(inputs, graph, found)
-    step_s = found.time_s * share + found.passes * found.tiles * _FOUND_S
-    # The peak that is said is the one that is planned: with the optimizer's state, as the budget counts it.
-    peak = found.peak_bytes + state + beside
-    said = f"{found.words}, predicted peak {format_bytes(peak)}"
+    if found is None:
+        step = choose_step(model, job, config, expected, budget, beside, tiles_only=True).plan
+        assert isinstance(step, StreamedStep)
+        found = step
+    graph = expected.graph if expected.graph is not None else capture(model, list(expected.shapes))
+    plan, peak = found.plan, found.peak_bytes
+    share = computed_share(inputs, graph, plan)
+    step_s = plan.time_s
+    if share < 1:
+        step_s = plan.time_s * share + plan.passes * plan.tiles * _FOUND_S
+    said = f"{plan.words}, predicted peak {format_bytes(peak)}"
     if share < 1:
         said += f", about {100 * share:.0f} % of it tissue"
-    recorded = expected.graph if expected.graph is not None else graph
     return Plan(
-        recorded.fingerprint,
+        graph.fingerprint,
         (("",),),
         exactness="reassociated",
-        stream=found.document(),
+        stream=plan.document(),
         memory_bytes=budget,
         predicted=PredictedStep(step_s, (peak,), 0.0, "estimate"),
         why=(f"{said}, {duration(step_s)} a step",),
     )
 
 
+def choose_step(
+    model: nn.Module,
+    job: Job,
+    config: Config,
+    expected: RunForecast,
+    budget: int,
+    beside: int | None = None,
+    *,
+    tiles_only: bool = False,
+) -> OneDeviceStep:
+    """How a step is made to fit, by the ladder that `outcore plan` goes up, too.
+
+    Args:
+        model: what is trained.
+        job: where it comes from.
+        config: the settings.
+        expected: what was predicted.
+        budget: the most a step may hold.
+        beside: what the loss holds, with its targets.
+        tiles_only: leave out what needs the whole image on the device.
+    """
+    name, device = device_here(config.train.device)
+    optimizer = OptimizerCost.of(make_optimizer(config.optimizer, job), device.kind)
+    with computing(config.train.precision, "cpu" if expected.graph is not None else torch.device(name).type):
+        graph = expected.graph if expected.graph is not None else capture(model, list(expected.shapes))
+        return fit_one_device(
+            graph,
+            estimate(graph, device),
+            replace(known(), devices=(device,)),
+            budget,
+            optimizer=optimizer,
+            loss_bytes=beside,
+            statistics=config.plan.statistics,
+            tiles_only=tiles_only,
+        )
+
+
 def apply_tiles(model: nn.Module, plan: Plan) -> Streamed:
     """The model, streamed as a plan says."""
     assert plan.stream is not None
-    boundary = plan.stream.get("boundary")
-    return stream(
-        arranged(model),
-        tile=tuple(plan.stream["tile"]),
-        boundary=None if boundary is None else tuple(boundary),
-        statistics=bool(plan.stream.get("statistics", False)),
-        workers=readers(model),
-    )
+    return stream(arranged(model), **how_of(plan.stream), workers=readers(model))
 
 
 def readers(model: nn.Module) -> int:

@@ -1,0 +1,90 @@
+"""One call from a job to a plan, for any number of devices: `outcore.plan`.
+
+On one device the answer is the first rung of the ladder that holds (`outcore.stream.one_device`): plain, policies for
+saved tensors, tiles. On several it is the search over stages, schedules and replicas
+(`outcore.planner.pipeline.plan_job`). What is left out is filled in as there.
+"""
+
+from __future__ import annotations
+
+from outcore.cost.costs import Costs
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.estimate import estimate
+from outcore.graph import Graph
+from outcore.job import Job
+from outcore.machine import Machine, known, parse
+from outcore.machine.units import parse_bytes
+from outcore.plan_document import BatchNorm, Plan
+from outcore.planner.partition.strategies import Balance
+from outcore.planner.partition.units import Granularity
+from outcore.planner.pipeline.plan_job import batch_for
+from outcore.planner.pipeline.plan_job import plan as plan_many
+from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.stream.one_device import fit_one_device
+
+__all__ = ["plan"]
+
+
+def plan(
+    source: Job | Graph,
+    *,
+    devices: int | None = None,
+    memory: str | int | None = None,
+    machine: str | Machine | None = None,
+    batch: int | None = None,
+    schedule: Schedule | None = None,
+    balance: Balance | None = None,
+    granularity: Granularity = "layer",
+    batch_norm: BatchNorm | None = None,
+    costs: Costs | None = None,
+    shared: bool = True,
+) -> Plan:
+    """Decide how devices train a network: stages, replicas, schedule, micro-batches; on one, what is kept, and tiles.
+
+    >>> import outcore, torch
+    >>> job = outcore.Job(
+    ...     model=lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))),
+    ...     batch=lambda size: (torch.randn(size, 256), torch.randn(size, 256)),
+    ...     size=8,
+    ... )
+    >>> outcore.plan(job, devices=4, memory="1GiB", machine="4xv100").ranks
+    4
+
+    Args:
+        source: a job, or a graph that was recorded with the batch of one step.
+        devices: how many; all of the machine's if not given.
+        memory: what no device may exceed, like ``"8GiB"``; all it has if not given.
+        machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
+        batch: samples of a step over all devices; the job's own if not given, at least one for each. Only for a job.
+        schedule: the only one to look at: model_parallel, gpipe, 1f1b or gems. The network is then cut into stages.
+        balance: what to cut by, "compute" or "memory"; the fastest step if not given.
+        granularity: how fine the parts are: "block", "layer" or a depth.
+        batch_norm: what batch norms see: "micro_batch", "deferred" or "synchronised" (the whole batch).
+        costs: of every call, measured or estimated; estimated for the machine if not given.
+        shared: False if every replica is given a batch of the recorded size.
+
+    Raises:
+        PlanError: the memory cannot be met; says the smallest that can.
+    """
+    where = parse(machine) if isinstance(machine, str) else machine or known()
+    count = devices or where.ranks
+    if count == 1 and schedule is None and balance is None:
+        graph = source.capture(batch or batch_for(source, 1)) if isinstance(source, Job) else source
+        limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
+        state = (source.optimizer if isinstance(source, Job) else None) or 2.0
+        optimizer = OptimizerCost.of(state, where.devices[0].kind)
+        known_costs = costs if costs is not None else estimate(graph, where)
+        return fit_one_device(graph, known_costs, where, limit, optimizer=optimizer).document()
+    return plan_many(
+        source,
+        devices=count,
+        memory=memory,
+        machine=where,
+        batch=batch,
+        schedule=schedule,
+        balance=balance,
+        granularity=granularity,
+        batch_norm=batch_norm,
+        costs=costs,
+        shared=shared,
+    )
