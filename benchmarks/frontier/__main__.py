@@ -22,10 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not open it before a fork
-
 import torch
 
 from benchmarks.frontier.networks import NETWORKS
@@ -35,6 +31,12 @@ from benchmarks.frontier.turns import Asked, run_all
 from benchmarks.frontier.ways import Ready, Rows, Way, gib, ways
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not open it before a fork
+}
+"""Of all processes, unless it says otherwise."""
 PRELOAD = ("benchmarks.frontier.preload",)
 
 
@@ -77,7 +79,7 @@ class Table:
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "device": device,
             "python": platform.python_version(),
-            "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
             "arguments": sys.argv[1:],
             "fingerprint": self.fingerprints[True],
             **versions,
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=130)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     until = time.monotonic() + given.seconds
     table = Table(given)
     begun = time.time()
