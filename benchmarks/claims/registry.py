@@ -41,6 +41,8 @@ class Claim:
     sentence: str
     short: str
     """The figures alone, for a table of stored beside today's."""
+    same: tuple[str, ...] = ()
+    """What names a row, so that today's rows are set beside the same stored ones."""
     rerun: Rerun | None = None
     why_not: str = field(default="")
     """Why it has no rerun."""
@@ -64,6 +66,7 @@ CLAIMS: tuple[Claim, ...] = (
         "in the median, {fastest:.2f}x to {slowest:.2f}x ({slow}; out of memory: {failed}); all gradients bitwise "
         "in {bitwise} of {done}; as a hard limit it held strictly for {held}",
         "{median:.2f}x median, worst {slowest:.2f}x, failed {failed}, held {held} of {networks}",
+        ("network",),
         Rerun(
             (
                 "benchmarks/within-default/run.py",
@@ -92,6 +95,7 @@ CLAIMS: tuple[Claim, ...] = (
         "{compared} points; {within} of {rows} peaks within their budget",
         "half {half:.2f}x ({half_best:.2f} to {half_worst:.2f}), compiled {compiled:.2f}x, level with compile "
         "{ahead}/{compared}, peaks {within}/{rows}",
+        ("case", "way"),
         Rerun(
             (
                 "-m",
@@ -129,6 +133,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Largest ResNet-50 step in 11 GiB, TF32, by the engine before: batch {batch_outcore} against plain's "
         "{batch_plain}, image {image_outcore:,} px against {image_plain:,}",
         "batch {batch_outcore} against {batch_plain}, image {image_outcore} against {image_plain}",
+        ("limit", "grows", "how"),
         Rerun(("benchmarks/within-largest/public_call.py", "--out", "{out}", "--seconds", "90"), "largest.json", 110),
     ),
     Claim(
@@ -145,6 +150,7 @@ CLAIMS: tuple[Claim, ...] = (
         "{measured_worst:.0%}",
         "peak {peak:.1%}, {peak_worst:.1%}; estimate {estimate:.1%}, {estimate_worst:.0%}; measured calls "
         "{measured:.1%}, {measured_worst:.0%}",
+        ("network", "batch", "precision"),
         Rerun(
             (
                 "benchmarks/step-prediction/run.py",
@@ -169,6 +175,7 @@ CLAIMS: tuple[Claim, ...] = (
         figures.captured,
         "{equal} of {models} foreign models captured and replayed bitwise, {seconds:.2f} s in the median (CPU)",
         "{equal} of {models}, {seconds:.2f} s",
+        ("model",),
         Rerun(
             ("benchmarks/zoo-capture/run.py", "--no-peers", "--only", "torchvision/res", "--out", "{out}/zoo.json"),
             "zoo.json",
@@ -183,6 +190,7 @@ CLAIMS: tuple[Claim, ...] = (
         "GiB (one step was taken); at 8192 px {fastest:.2f}x to {slowest:.2f}x plain's time by where tiles end, the "
         "fastest of two steps each",
         "8192 px {fastest:.2f}x to {slowest:.2f}x",
+        ("side", "how", "boundary"),
         Rerun(
             (
                 "benchmarks/stream-resnet50-slide/run.py",
@@ -228,6 +236,7 @@ CLAIMS: tuple[Claim, ...] = (
         "after the other in plain PyTorch, {graphed_worst:.1f}x to {graphed_best:.1f}x (mean {graphed_mean:.1f}x) "
         "in CUDA graphs",
         "{plain_worst:.1f}x to {plain_best:.0f}x, graphs {graphed_worst:.1f}x to {graphed_best:.1f}x",
+        ("workload", "precision"),
         Rerun(
             (
                 "benchmarks/fuse-throughput/run.py",
@@ -252,6 +261,7 @@ CLAIMS: tuple[Claim, ...] = (
         "{backward:.0f}x, step {step:.1f}x; with 256 units the scan is slower ({wide:.2f}x) and cuDNN's is taken "
         "({wide_automatic:.2f}x)",
         "backward {backward:.0f}x, step {step:.1f}x",
+        (),
         Rerun(("benchmarks/rnn-scan/run.py", "--part", "graphs", "--out", "{out}", "--seconds", "40"), "*.json", 90),
     ),
     Claim(
