@@ -28,7 +28,7 @@ from benchmarks.frontier.networks import NETWORKS
 from benchmarks.frontier.row import Settings, measured_in_a_process
 from benchmarks.frontier.training import Case
 from benchmarks.frontier.turns import Asked, run_all
-from benchmarks.frontier.ways import Ready, Rows, Way, gib, ways
+from benchmarks.frontier.ways import Ready, Rows, Way, ways
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -66,7 +66,6 @@ class Table:
         ]
         self.rows: dict[Case, Rows] = {case: {} for case in self.cases}
         self.begun: set[tuple[Case, str]] = set()
-        self.head: tuple[tuple[Case, str], float] | None = None
         for path in (*given.resume, self.path):
             self._read(path)
         self._append({"header": self._header(device)})
@@ -117,8 +116,8 @@ class Table:
                     if way.tier == tier and way.name not in self.rows[case] and (case, way.name) not in self.begun:
                         yield case, way
 
-    def next(self, free_gib: float) -> Asked | None:
-        """The first row that can begin; one that waits for memory is not passed for long."""
+    def next(self) -> Asked | None:
+        """The first row that can begin."""
         for case, way in list(self._missing()):
             ready = way.ready(self.rows[case], case.network.has_layouts)
             if ready is None:
@@ -126,22 +125,12 @@ class Table:
             if isinstance(ready, str):
                 self.rows[case][way.name] = {"skipped": ready}
                 continue
-            needed = min(gib(case, self.rows[case]), self.given.gib)
-            if needed > free_gib:
-                if self.head is None:
-                    self.head = (case, way.name), time.monotonic()
-                if self.head[0] == (case, way.name) and time.monotonic() - self.head[1] > 10:
-                    return None
-                continue
-            if self.head is not None and self.head[0] == (case, way.name):
-                self.head = None
             self.begun.add((case, way.name))
             settings = Settings(self.given.device, self.given.steps, folder=self.given.out)
             args = (case, way.run, ready.channels_last, ready.budget, settings)
             return Asked(
                 measured_in_a_process,
                 args,
-                needed,
                 lambda row, case=case, way=way, ready=ready: self._add(case, way, ready, row),  # type: ignore[misc]
                 f"{case.label} {way.name}",
             )
@@ -181,7 +170,6 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150, help="seconds of work for a row")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--gib", type=float, default=130)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
@@ -191,7 +179,6 @@ def main() -> None:
     run_all(
         table.next,
         processes=given.processes,
-        gib=given.gib,
         limit_s=given.limit,
         until=until,
         preload=PRELOAD,

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.frontier.training import Case
-
 __all__ = ["TIERS", "Ready", "Way", "fastest_plain", "peak_of", "ways"]
 
 Rows = dict[str, dict[str, Any]]
@@ -125,11 +123,3 @@ TIERS = ("a", "b", "c")
 def ways(tier: str) -> list[Way]:
     """The rows of a tier, the most telling first."""
     return [way for way in _WAYS if way.tier == tier]
-
-
-def gib(case: Case, rows: Rows) -> float:
-    """About what a row will have reserved at most, plain gradients to compare with in it."""
-    plain = fastest_plain(rows)
-    if plain is not None:
-        return 1.15 * peak_of(plain) / 2**30 + 1.0
-    return case.network.gib.get(case.size, 0.1) * (0.6 if case.bf16 else 1.0) * 1.2 + 1.0
