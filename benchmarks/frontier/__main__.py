@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,14 @@ ENVIRONMENT = {
 PRELOAD = ("benchmarks.frontier.preload",)
 
 
-def digest(*folders: Path) -> str:
-    """Of the sources in folders."""
+SOURCES = [Path(__file__).parent / f"{name}.py" for name in ("networks", "peers", "offload_peer", "training", "row")]
+"""What every row depends on."""
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Of sources."""
     found = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+    for path in sorted(paths):
         found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:12]
 
@@ -56,8 +60,8 @@ class Table:
         given.out.mkdir(parents=True, exist_ok=True)
         self.path: Path = given.out / "rows.jsonl"
         device = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-        peers = f"{torch.__version__} {device} {digest(Path(__file__).parent)}"
-        self.fingerprints = {False: peers, True: f"{peers} {digest(ROOT / 'src' / 'outcore')}"}
+        peers = f"{torch.__version__} {device} {digest(SOURCES)}"
+        self.fingerprints = {False: peers, True: f"{peers} {digest((ROOT / 'src' / 'outcore').rglob('*.py'))}"}
         self.cases = [
             Case(name, size, precision == "bf16")
             for size in (given.sizes.split(",") if given.device == "cuda" else ["tiny"])
