@@ -142,12 +142,13 @@ CLAIMS: tuple[Claim, ...] = (
             "results/2026-11-15-cuda-quiet.json",
             "results/2026-11-15-cuda-small-batches.json",
             "results/2026-11-16-cuda.json",
+            "results/2026-11-17-peak-before.json",
         ),
         figures.predictions,
-        "Predicted over all {cases} cases of three runs, small batches and a shared host among them: peak memory "
-        "from calls measured one by one within {peak:.1%} in the median, {peak_worst:.1%} at worst; step time by "
-        "estimate {estimate:.1%}, {estimate_worst:.0%} ({estimates} cases); from measured calls {measured:.1%}, "
-        "{measured_worst:.0%}",
+        "Predicted over all {cases} cases of three runs, small batches and a shared host among them: step time by "
+        "estimate within {estimate:.1%} in the median, {estimate_worst:.0%} at worst; from measured calls "
+        "{measured:.1%}, {measured_worst:.0%}; peak memory from them {peak:.1%}, {peak_worst:.1%}, with nothing run "
+        "{before:.1%}, {before_worst:.0%} ({befores} cases)",
         "peak {peak:.1%}, {peak_worst:.1%}; estimate {estimate:.1%}, {estimate_worst:.0%}; measured calls "
         "{measured:.1%}, {measured_worst:.0%}",
         ("network", "batch", "precision"),
