@@ -16,6 +16,8 @@ Rows = dict[str, dict[str, Any]]
 """What is there of a case, by way."""
 COMPILE = ("1.0", "0.7", "0.5", "0.3", "0.1")
 PLAIN = ("plain first", "plain last")
+MOST_PINNED = 40 * 2**30
+"""Plain's peak, above which nothing is sent to a host of 128 GiB whole: torch rounds what it pins up to powers of two."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Way:
         plain = fastest_plain(rows)
         if plain is None:
             return "plain training was not measured"
+        if self.name.startswith(("offload", "save_on_cpu")) and peak_of(plain) > MOST_PINNED:
+            return "it would pin more memory than the host has"
         try:
             return Ready(plain["channels_last"], self.budget(rows))
         except LookupError as error:
