@@ -17,7 +17,7 @@ Rows = dict[str, dict[str, Any]]
 COMPILE = ("1.0", "0.7", "0.5", "0.3", "0.1")
 PLAIN = ("plain first", "plain last")
 MOST_PINNED = 40 * 2**30
-"""Plain's peak, above which nothing is sent to a host of 128 GiB whole: torch rounds what it pins up to powers of two."""
+"""Plain's peak, above which a host of 128 GiB cannot hold it all: torch rounds what it pins up to powers of two."""
 
 
 @dataclass(frozen=True)
