@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.claims.figures import rows_of
 from benchmarks.claims.registry import CLAIMS, ROOT, Claim
 
 STORED = ROOT / "benchmarks" / "stored.json"
@@ -38,6 +40,16 @@ def read(path: Path) -> Any:
 def found(claim: Claim, paths: Iterable[Path]) -> dict[str, Any]:
     """The figures of a claim."""
     return claim.figures([read(path) for path in paths])
+
+
+def alike(claim: Claim, today: Iterable[Path]) -> list[Any]:
+    """The stored documents with only those rows that were measured today too."""
+
+    def name(row: Any) -> tuple[Any, ...]:
+        return tuple(row.get(part) for part in claim.same)
+
+    there = {name(row) for row in rows_of(read(path) for path in today)}
+    return [{"rows": [row for row in rows_of([read(path)]) if name(row) in there]} for path in claim.paths]
 
 
 def line(claim: Claim, stored: dict[str, Any]) -> str:
@@ -82,31 +94,40 @@ def written(text: str, claims: str) -> str:
     return f"{before}{BEGIN}\n{claims}\n{END}{after}"
 
 
-def measured_again(claim: Claim, folder: Path, seconds: float) -> tuple[str, Any]:
-    """Run what a claim names; the figures of it, or why there are none."""
+def measured_again(claim: Claim, folder: Path, seconds: float) -> dict[str, Any]:
+    """Run what a claim names: today's figures, or why there are none, and the stored ones of the same rows."""
     if claim.rerun is None:
-        return f"not rerun: {claim.why_not}", None
+        return {"today": f"not rerun: {claim.why_not}"}
     if seconds < 20:
-        return "no time was left", None
+        return {"today": "no time was left"}
     out = folder / claim.benchmark
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, *(part.replace("{out}", str(out)) for part in claim.rerun.command)]
-    try:
-        with (out / "log.txt").open("w") as log:
-            limit = min(seconds, claim.rerun.seconds)
-            subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=limit)
-    except subprocess.TimeoutExpired:
-        pass  # what was written until then counts
+    with (out / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            process.wait(min(seconds, claim.rerun.seconds))
+        except subprocess.TimeoutExpired:  # what was written until then counts
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     paths = sorted(out.glob(claim.rerun.writes))
     if not paths:
-        return f"nothing was written: see {out / 'log.txt'}", None
+        return {"today": f"nothing was written: see {out / 'log.txt'}"}
     try:
         figures = found(claim, paths)
-        return claim.short.format_map(_Missing(figures)), figures
+        row = {"today": shown(claim, figures), "figures": figures}
+        if claim.same and claim.paths:
+            row["stored_alike"] = shown(claim, claim.figures(alike(claim, paths)))
+        return row
     except Exception as error:
-        return f"{type(error).__name__}: {error}", None
+        return {"today": f"{type(error).__name__}: {error}"}
+
+
+def shown(claim: Claim, figures: dict[str, Any]) -> str:
+    """Figures in short; some may be missing."""
+    return claim.short.format_map(_Missing(figures))
 
 
 class _Missing(dict[str, Any]):
@@ -123,15 +144,17 @@ def rerun(folder: Path, only: list[str], seconds: float) -> None:
     for claim in CLAIMS:
         if only and claim.benchmark not in only:
             continue
-        stored = claim.short.format_map(_Missing(found(claim, claim.paths))) if claim.paths else "nothing stored yet"
+        row: dict[str, Any] = {"claim": claim.benchmark, "stored_alike": ""}
+        row["stored"] = shown(claim, found(claim, claim.paths)) if claim.paths else "nothing stored yet"
         begin = time.monotonic()
-        today, figures = measured_again(claim, folder, end - begin)
-        took = time.monotonic() - begin
-        rows.append({"claim": claim.benchmark, "stored": stored, "today": today, "figures": figures, "seconds": took})
+        row |= measured_again(claim, folder, end - begin)
+        row["seconds"] = time.monotonic() - begin
+        rows.append(row)
         (folder / "claims.json").write_text(json.dumps(rows, indent=1))
-        print(f"{claim.benchmark} ({took:.0f} s)\n  stored {stored}\n  today  {today}", flush=True)
-    lines = ["| claim | stored | today (reduced) |", "|---|---|---|"]
-    lines += [f"| {row['claim']} | {row['stored']} | {row['today']} |" for row in rows]
+        print(f"{claim.benchmark} ({row['seconds']:.0f} s)\n  stored {row['stored']}", flush=True)
+        print(f"  alike  {row['stored_alike']}\n  today  {row['today']}", flush=True)
+    lines = ["| claim | stored | stored, of today's rows | today |", "|---|---|---|---|"]
+    lines += [f"| {row['claim']} | {row['stored']} | {row['stored_alike']} | {row['today']} |" for row in rows]
     (folder / "claims.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

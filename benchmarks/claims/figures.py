@@ -114,13 +114,15 @@ def largest(documents: Sequence[Document]) -> Figures:
 
 def predictions(documents: Sequence[Document]) -> Figures:
     """Errors over all cases of all runs: those in which a shared host sets the pace, and older runs, among them."""
-    rows = [row for row in rows_of(documents) if "error" not in row]
+    every = [row for row in rows_of(documents) if "error" not in row]
+    rows = [row for row in every if "predicted_s" in row]
     errors = {
+        "before": [abs(row["said_bytes"] / row["measured_bytes"] - 1) for row in every if "said_bytes" in row],
         "peak": [abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows if "predicted_bytes" in row],
         "measured": [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows],
         "estimate": [abs(row["estimated_s"] / row["measured_s"] - 1) for row in rows if row.get("estimated_s")],
     }
-    found: Figures = {"cases": len(rows), "estimates": len(errors["estimate"]), "peaks": len(errors["peak"])}
+    found: Figures = {"cases": len(rows), "estimates": len(errors["estimate"]), "befores": len(errors["before"])}
     for name, values in errors.items():
         values = values or [math.nan]
         found |= {name: statistics.median(values), f"{name}_worst": max(values)}

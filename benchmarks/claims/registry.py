@@ -41,6 +41,8 @@ class Claim:
     sentence: str
     short: str
     """The figures alone, for a table of stored beside today's."""
+    same: tuple[str, ...] = ()
+    """What names a row, so that today's rows are set beside the same stored ones."""
     rerun: Rerun | None = None
     why_not: str = field(default="")
     """Why it has no rerun."""
@@ -67,6 +69,7 @@ CLAIMS: tuple[Claim, ...] = (
         "of plain call by call in the median, {fastest:.2f}x to {slowest:.2f}x ({slow}; out of memory: {failed}); "
         "all gradients bitwise in {bitwise} of {done}; as a hard limit it held strictly for {held}",
         "{median:.2f}x median, worst {slowest:.2f}x, failed {failed}, held {held} of {networks}",
+        ("network",),
         Rerun(
             (
                 "benchmarks/within-default/run.py",
@@ -95,6 +98,7 @@ CLAIMS: tuple[Claim, ...] = (
         "{compared} points; {within} of {rows} peaks within their budget",
         "half {half:.2f}x ({half_best:.2f} to {half_worst:.2f}), compiled {compiled:.2f}x, level with compile "
         "{ahead}/{compared}, peaks {within}/{rows}",
+        ("case", "way"),
         Rerun(
             (
                 "-m",
@@ -132,6 +136,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Largest ResNet-50 step in 11 GiB, TF32, by the engine before: batch {batch_outcore} against plain's "
         "{batch_plain}, image {image_outcore:,} px against {image_plain:,}",
         "batch {batch_outcore} against {batch_plain}, image {image_outcore} against {image_plain}",
+        ("limit", "grows", "how"),
         Rerun(("benchmarks/within-largest/public_call.py", "--out", "{out}", "--seconds", "90"), "largest.json", 110),
     ),
     Claim(
@@ -140,14 +145,16 @@ CLAIMS: tuple[Claim, ...] = (
             "results/2026-11-15-cuda-quiet.json",
             "results/2026-11-15-cuda-small-batches.json",
             "results/2026-11-16-cuda.json",
+            "results/2026-11-17-peak-before.json",
         ),
         figures.predictions,
-        "Predicted over all {cases} cases of three runs, small batches and a shared host among them: peak memory "
-        "from calls measured one by one within {peak:.1%} in the median, {peak_worst:.1%} at worst; step time by "
-        "estimate {estimate:.1%}, {estimate_worst:.0%} ({estimates} cases); from measured calls {measured:.1%}, "
-        "{measured_worst:.0%}",
+        "Predicted over all {cases} cases of three runs, small batches and a shared host among them: step time by "
+        "estimate within {estimate:.1%} in the median, {estimate_worst:.0%} at worst; from measured calls "
+        "{measured:.1%}, {measured_worst:.0%}; peak memory from them {peak:.1%}, {peak_worst:.1%}, with nothing run "
+        "{before:.1%}, {before_worst:.0%} ({befores} cases)",
         "peak {peak:.1%}, {peak_worst:.1%}; estimate {estimate:.1%}, {estimate_worst:.0%}; measured calls "
         "{measured:.1%}, {measured_worst:.0%}",
+        ("network", "batch", "precision"),
         Rerun(
             (
                 "benchmarks/step-prediction/run.py",
@@ -172,6 +179,7 @@ CLAIMS: tuple[Claim, ...] = (
         figures.captured,
         "{equal} of {models} foreign models captured and replayed bitwise, {seconds:.2f} s in the median (CPU)",
         "{equal} of {models}, {seconds:.2f} s",
+        ("model",),
         Rerun(
             ("benchmarks/zoo-capture/run.py", "--no-peers", "--only", "torchvision/res", "--out", "{out}/zoo.json"),
             "zoo.json",
@@ -186,6 +194,7 @@ CLAIMS: tuple[Claim, ...] = (
         "GiB (one step was taken); at 8192 px {fastest:.2f}x to {slowest:.2f}x plain's time by where tiles end, the "
         "fastest of two steps each",
         "8192 px {fastest:.2f}x to {slowest:.2f}x",
+        ("side", "how", "boundary"),
         Rerun(
             (
                 "benchmarks/stream-resnet50-slide/run.py",
@@ -231,6 +240,7 @@ CLAIMS: tuple[Claim, ...] = (
         "after the other in plain PyTorch, {graphed_worst:.1f}x to {graphed_best:.1f}x (mean {graphed_mean:.1f}x) "
         "in CUDA graphs",
         "{plain_worst:.1f}x to {plain_best:.0f}x, graphs {graphed_worst:.1f}x to {graphed_best:.1f}x",
+        ("workload", "precision"),
         Rerun(
             (
                 "benchmarks/fuse-throughput/run.py",
@@ -255,6 +265,7 @@ CLAIMS: tuple[Claim, ...] = (
         "{backward:.0f}x, step {step:.1f}x; with 256 units the scan is slower ({wide:.2f}x) and cuDNN's is taken "
         "({wide_automatic:.2f}x)",
         "backward {backward:.0f}x, step {step:.1f}x",
+        (),
         Rerun(("benchmarks/rnn-scan/run.py", "--part", "graphs", "--out", "{out}", "--seconds", "40"), "*.json", 90),
     ),
     Claim(

@@ -18,13 +18,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not open it before a fork
 
 import torch
 
@@ -32,16 +28,26 @@ from benchmarks.frontier.networks import NETWORKS
 from benchmarks.frontier.row import Settings, measured_in_a_process
 from benchmarks.frontier.training import Case
 from benchmarks.frontier.turns import Asked, run_all
-from benchmarks.frontier.ways import Ready, Rows, Way, gib, ways
+from benchmarks.frontier.ways import Ready, Rows, Way, ways
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not open it before a fork
+}
+"""Of all processes, unless it says otherwise."""
 PRELOAD = ("benchmarks.frontier.preload",)
 
 
-def digest(*folders: Path) -> str:
-    """Of the sources in folders."""
+SOURCES = [Path(__file__).parent / f"{name}.py" for name in ("networks", "peers", "offload_peer", "training", "row")]
+"""What every row depends on."""
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Of sources."""
     found = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+    for path in sorted(paths):
         found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:12]
 
@@ -54,8 +60,8 @@ class Table:
         given.out.mkdir(parents=True, exist_ok=True)
         self.path: Path = given.out / "rows.jsonl"
         device = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-        peers = f"{torch.__version__} {device} {digest(Path(__file__).parent)}"
-        self.fingerprints = {False: peers, True: f"{peers} {digest(ROOT / 'src' / 'outcore')}"}
+        peers = f"{torch.__version__} {device} {digest(SOURCES)}"
+        self.fingerprints = {False: peers, True: f"{peers} {digest((ROOT / 'src' / 'outcore').rglob('*.py'))}"}
         self.cases = [
             Case(name, size, precision == "bf16")
             for size in (given.sizes.split(",") if given.device == "cuda" else ["tiny"])
@@ -64,7 +70,6 @@ class Table:
         ]
         self.rows: dict[Case, Rows] = {case: {} for case in self.cases}
         self.begun: set[tuple[Case, str]] = set()
-        self.head: tuple[tuple[Case, str], float] | None = None
         for path in (*given.resume, self.path):
             self._read(path)
         self._append({"header": self._header(device)})
@@ -77,7 +82,7 @@ class Table:
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "device": device,
             "python": platform.python_version(),
-            "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
             "arguments": sys.argv[1:],
             "fingerprint": self.fingerprints[True],
             **versions,
@@ -115,8 +120,8 @@ class Table:
                     if way.tier == tier and way.name not in self.rows[case] and (case, way.name) not in self.begun:
                         yield case, way
 
-    def next(self, free_gib: float) -> Asked | None:
-        """The first row that can begin; one that waits for memory is not passed for long."""
+    def next(self) -> Asked | None:
+        """The first row that can begin."""
         for case, way in list(self._missing()):
             ready = way.ready(self.rows[case], case.network.has_layouts)
             if ready is None:
@@ -124,22 +129,12 @@ class Table:
             if isinstance(ready, str):
                 self.rows[case][way.name] = {"skipped": ready}
                 continue
-            needed = min(gib(case, self.rows[case]), self.given.gib)
-            if needed > free_gib:
-                if self.head is None:
-                    self.head = (case, way.name), time.monotonic()
-                if self.head[0] == (case, way.name) and time.monotonic() - self.head[1] > 10:
-                    return None
-                continue
-            if self.head is not None and self.head[0] == (case, way.name):
-                self.head = None
             self.begun.add((case, way.name))
             settings = Settings(self.given.device, self.given.steps, folder=self.given.out)
             args = (case, way.run, ready.channels_last, ready.budget, settings)
             return Asked(
                 measured_in_a_process,
                 args,
-                needed,
                 lambda row, case=case, way=way, ready=ready: self._add(case, way, ready, row),  # type: ignore[misc]
                 f"{case.label} {way.name}",
             )
@@ -179,16 +174,15 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150, help="seconds of work for a row")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--gib", type=float, default=130)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     until = time.monotonic() + given.seconds
     table = Table(given)
     begun = time.time()
     run_all(
         table.next,
         processes=given.processes,
-        gib=given.gib,
         limit_s=given.limit,
         until=until,
         preload=PRELOAD,

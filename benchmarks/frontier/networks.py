@@ -127,8 +127,6 @@ class Network:
     """Shapes of the input: "large", "batch", "tiny"."""
     coarse: Callable[[nn.Module], list[nn.Module]]
     fine: Callable[[nn.Module], list[nn.Module]]
-    gib: dict[str, float]
-    """About what plain training reserves, TF32, until it was seen."""
     words: int = 0
     """Size of the vocabulary of a language model."""
 
@@ -207,7 +205,6 @@ _ALL: Sequence[Network] = (
         _images(4096),
         _at("layer1", "layer2", "layer3", "layer4"),
         _of_class("Bottleneck"),
-        {"large": 30, "batch": 6},
     ),
     Network(
         "gpt",
@@ -215,7 +212,6 @@ _ALL: Sequence[Network] = (
         {"large": (8, 1024), "batch": (64, 128), "tiny": (2, 64)},
         _of_class("GPT2Block"),
         _of_class("GPT2Attention", "GPT2MLP"),
-        {"large": 18, "batch": 18},
         words=50257,
     ),
     Network(
@@ -224,7 +220,6 @@ _ALL: Sequence[Network] = (
         _images(4096),
         _STAGES,
         _of_class("CNBlock"),
-        {"large": 38, "batch": 8},
     ),
     Network(
         "vit_b_16",
@@ -232,7 +227,6 @@ _ALL: Sequence[Network] = (
         {"large": (4, 3, 1024, 1024), "batch": (64, 3, 224, 224), "tiny": (2, 3, 64, 64)},
         _groups_of("encoder.layers", lambda i, _: i % 3 == 2),
         _of_class("EncoderBlock"),
-        {"large": 14, "batch": 9},
     ),
     Network(
         "unet",
@@ -240,7 +234,6 @@ _ALL: Sequence[Network] = (
         _images(4096, 16, 256),
         lambda model: [model.encoder1, *_of_class("Encoder", "Decoder")(model)],
         _of_class("Convolutions"),
-        {"large": 95, "batch": 7},
     ),
     Network(
         "densenet121",
@@ -248,7 +241,6 @@ _ALL: Sequence[Network] = (
         _images(4096),
         _of_class("_DenseBlock"),
         _of_class("_DenseLayer", "_Transition"),
-        {"large": 44, "batch": 9},
     ),
     Network(
         "unet3d",
@@ -256,7 +248,6 @@ _ALL: Sequence[Network] = (
         {"large": (1, 1, 160, 160, 160), "batch": (8, 1, 64, 64, 64), "tiny": (1, 1, 16, 16, 16)},
         _of_class("Block3d"),
         _of_class("Half3d"),
-        {"large": 20, "batch": 10},
     ),
     Network(
         "swin_t",
@@ -264,7 +255,6 @@ _ALL: Sequence[Network] = (
         _images(2048),
         _STAGES,
         _of_class("SwinTransformerBlock"),
-        {"large": 14, "batch": 9},
     ),
     Network(
         "bert",
@@ -272,7 +262,6 @@ _ALL: Sequence[Network] = (
         {"large": (16, 512), "batch": (64, 128), "tiny": (2, 32)},
         _of_class("BertLayer"),
         _of_class("BertAttention", "BertIntermediate", "BertOutput"),
-        {"large": 16, "batch": 16},
         words=30522,
     ),
     Network(
@@ -281,7 +270,6 @@ _ALL: Sequence[Network] = (
         _images(4096),
         _groups_of("features", lambda i, m: "Pool" in str(type(m))),
         _groups_of("features", lambda i, m: "ReLU" in str(type(m))),
-        {"large": 40, "batch": 16},
     ),
     Network(
         "mobilenet_v3",
@@ -289,7 +277,6 @@ _ALL: Sequence[Network] = (
         _images(4096, 128),
         _groups_of("features", lambda i, _: i % 4 == 3),
         _of_class("InvertedResidual"),
-        {"large": 18, "batch": 10},
     ),
     Network(
         "inception_v3",
@@ -297,7 +284,6 @@ _ALL: Sequence[Network] = (
         _images(4096, 64, 299, 96),
         _of_class(*(f"Inception{x}" for x in "ABCDE")),
         _of_class("BasicConv2d"),
-        {"large": 24, "batch": 8},
     ),
 )
 NETWORKS: dict[str, Network] = {network.name: network for network in _ALL}

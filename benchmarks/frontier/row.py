@@ -61,7 +61,7 @@ def measured_in_a_process(
     """What a process does; it asks for the device and gets it by this pipe."""
 
     _prepare(settings.device)
-    pipe.send(measure(case, way, channels_last, budget, settings, Turn.by(pipe, _synchronize)))
+    pipe.send(measure(case, way, channels_last, budget, settings, Turn.by(pipe, _settle)))
 
 
 def measure(case: Case, way: str, channels_last: bool, budget: int | None, settings: Settings, turn: Turn) -> Any:
@@ -300,6 +300,8 @@ def _steps(training: Training, count: int) -> None:
         training.step()
 
 
-def _synchronize() -> None:
+def _settle() -> None:
+    """All work is done, and memory that is not used is given back."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()

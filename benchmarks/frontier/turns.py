@@ -1,9 +1,9 @@
 """Processes that prepare side by side on the processor, and use the device one at a time.
 
-Every row is a process. It asks for the device before its first step and gives it back while it only computes on the
-processor, so that the device is never shared and seldom idle. While steps are timed, all other processes stand still
-(SIGSTOP), so that the interpreter is not slowed down either. Who ends without a word, or takes too long, has given
-everything back.
+Every row is a process. It asks for the device before its first step and gives it back, with all memory that it does
+not use, while it only computes on the processor, so that the device is never shared and seldom idle. While steps are
+timed, all other processes stand still (SIGSTOP), so that the interpreter is not slowed down either. Who ends without a
+word, or takes too long, has given everything back.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class Asked:
 
     target: Callable[..., None]
     args: tuple[Any, ...]
-    gib: float
     done: Callable[[dict[str, Any]], None]
     name: str
 
@@ -175,10 +174,9 @@ class _Device:
 
 
 def run_all(
-    next_: Callable[[float], Asked | None],
+    next_: Callable[[], Asked | None],
     *,
     processes: int,
-    gib: float,
     limit_s: float,
     until: float,
     settle_s: float = 0.1,
@@ -187,9 +185,8 @@ def run_all(
     """Run rows until there are none or the time is up.
 
     Args:
-        next_: the next row that can begin within so many GiB; none if there is none now.
-        processes: beside each other.
-        gib: memory of the device for all of them.
+        next_: the next row that can begin; none if there is none now.
+        processes: beside each other; whoever does not have the device holds hardly more than its weights there.
         limit_s: of work for each.
         until: by `time.monotonic`; what runs then is ended.
         settle_s: after others were told to stand still.
@@ -209,7 +206,7 @@ def run_all(
     try:
         while time.monotonic() < until:
             while len(workers) < processes and not device.quiet:
-                asked = next_(gib - sum(w.asked.gib for w in workers))
+                asked = next_()
                 if asked is None:
                     break
                 workers.append(Worker(asked, context))

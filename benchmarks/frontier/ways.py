@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.frontier.training import Case
-
 __all__ = ["TIERS", "Ready", "Way", "fastest_plain", "peak_of", "ways"]
 
 Rows = dict[str, dict[str, Any]]
 """What is there of a case, by way."""
 COMPILE = ("1.0", "0.7", "0.5", "0.3", "0.1")
 PLAIN = ("plain first", "plain last")
+MOST_PINNED = 40 * 2**30
+"""Plain's peak, above which a host of 128 GiB cannot hold it all: torch rounds what it pins up to powers of two."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Way:
         plain = fastest_plain(rows)
         if plain is None:
             return "plain training was not measured"
+        if self.name.startswith(("offload", "save_on_cpu")) and peak_of(plain) > MOST_PINNED:
+            return "it would pin more memory than the host has"
         try:
             return Ready(plain["channels_last"], self.budget(rows))
         except LookupError as error:
@@ -125,11 +127,3 @@ TIERS = ("a", "b", "c")
 def ways(tier: str) -> list[Way]:
     """The rows of a tier, the most telling first."""
     return [way for way in _WAYS if way.tier == tier]
-
-
-def gib(case: Case, rows: Rows) -> float:
-    """About what a row will have reserved at most, plain gradients to compare with in it."""
-    plain = fastest_plain(rows)
-    if plain is not None:
-        return 1.15 * peak_of(plain) / 2**30 + 1.0
-    return case.network.gib.get(case.size, 0.1) * (0.6 if case.bf16 else 1.0) * 1.2 + 1.0

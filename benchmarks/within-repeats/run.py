@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
 import json
 import multiprocessing
 import os
@@ -69,6 +70,22 @@ def other_kernels(a: dict[str, int], b: dict[str, int]) -> dict[str, list[int]]:
     words = ("conv", "gemm", "cudnn", "wgrad", "dgrad", "implicit", "xmma", "cutlass", "nchw", "nhwc")
     names = {name for name in (*a, *b) if any(word in name.lower() for word in words)}
     return {n: [a.get(n, 0), b.get(n, 0)] for n in sorted(names) if (n in a) != (n in b)}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of its bytes, to compare processes."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+def between(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What differs between processes: gradients of plain training, and its convolution kernels."""
+    done = [row for row in rows if "digests" in row and row["order"] != "no search"]
+    if len(done) < 2:
+        return {}
+    names = done[0]["digests"]["plain"]
+    differ = [n for n in names if len({row["digests"]["plain"][n] for row in done}) > 1]
+    other = {n for row in done[1:] for n in other_kernels(done[0]["kernels"]["plain"], row["kernels"]["plain"])}
+    return {"processes": len(done), "gradients": len(names), "differ": differ, "other_kernels": sorted(other)}
 
 
 def trouble() -> list[int]:
@@ -159,6 +176,7 @@ def _one(row: dict[str, Any], order: str, given: argparse.Namespace) -> None:
     row["plan_against_plan"] = compared(ways["plan again"][0], ways["plan"][0])
     row["other_kernels"] = {n: other_kernels(its_kernels, ran) for n, (_, ran) in ways.items() if n != "plain"}
     row["kernels"] = {name: ran for name, (_, ran) in ways.items()}
+    row["digests"] = {name: {n: digest(g) for n, g in found.items()} for name, (found, _) in ways.items()}
     row["what"] = said(row)
 
 
@@ -193,7 +211,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    end, rows = time.monotonic() + given.seconds, []
+    end, rows, found = time.monotonic() + given.seconds, [], {}
     context = multiprocessing.get_context("spawn")
     for begin in range(0, given.processes, given.beside):
         if time.monotonic() > end:
@@ -213,13 +231,14 @@ def main() -> None:
             process.join(3)
             process.kill()
             rows.append({"process": index} | row)
-            found = row.get("against_plain", {})
-            counts = {name: f"{c['equal']}/{c['of']}" for name, c in found.items()}
+            counts = {name: f"{c['equal']}/{c['of']}" for name, c in row.get("against_plain", {}).items()}
             print(index, row.get("order"), counts, row.get("what"), row.get("error", ""), flush=True)
         facts = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "given": vars(given) | {"out": ""}}
         facts["device"] = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
         facts["cudnn"] = torch.backends.cudnn.version()
+        facts["between_processes"] = found = between(rows)
         (given.out / "repeats.json").write_text(json.dumps(facts | {"rows": rows}, indent=1, default=str))
+    print("plain training between processes:", {k: v if isinstance(v, int) else len(v) for k, v in found.items()})
 
 
 if __name__ == "__main__":

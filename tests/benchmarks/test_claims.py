@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.claims import figures
-from benchmarks.claims.__main__ import BEGIN, END, STORED, listed, written
+from benchmarks.claims.__main__ import BEGIN, END, STORED, alike, listed, written
 from benchmarks.claims.registry import CLAIMS, ROOT, Claim
 
 
@@ -30,6 +31,15 @@ def test_every_claim_can_be_measured_again_or_says_why_not(claim: Claim) -> None
             "benchmarks/frontier/__main__.py"
         ]
         assert (ROOT / script).exists()
+
+
+def test_todays_rows_are_set_beside_the_same_stored_ones(tmp_path: Path) -> None:
+    claim = next(claim for claim in CLAIMS if claim.benchmark == "zoo-capture")
+    today = tmp_path / "zoo.json"
+    today.write_text(json.dumps({"rows": [{"model": "torchvision/alexnet"}, {"model": "of today alone"}]}))
+    (stored,) = alike(claim, [today])
+    assert [row["model"] for row in stored["rows"]] == ["torchvision/alexnet"]
+    assert claim.figures([stored])["models"] == 1
 
 
 def test_markers_that_are_missing_are_named() -> None:
