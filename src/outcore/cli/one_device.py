@@ -17,8 +17,8 @@ from outcore.cli.common.messages import working, wrote
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
-from outcore.cost.predicted.loss_memory import loss_bytes_in
 from outcore.cost.predicted.rough import without_gaps
+from outcore.cost.profile import loss_bytes_of_job
 from outcore.cost.profile import profile as make_profile
 from outcore.graph import Graph
 from outcore.job import Job
@@ -56,7 +56,7 @@ def plan_on_one_device(
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
     costs = estimate(graph, where)
     plain = make_profile(job, device, size=batch)
-    held = loss_bytes_in(plain.memory, graph, costs, optimizer)
+    held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=batch)
     with working("planning", quiet=json):
         step = fit_one_device(graph, costs, where, budget_bytes, optimizer=optimizer, loss_bytes=held)
     made = step.plan

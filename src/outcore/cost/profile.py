@@ -8,6 +8,7 @@ matrix units would be busy at full rate. `scale` predicts a ladder of batch or i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,11 +16,14 @@ from typing import Any, Literal
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
+from outcore.cost.predicted.loss_memory import loss_bytes_in, usual_loss_bytes
 from outcore.cost.predicted.scaling import Scaling, SizePoint, ladder
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.cost.predicted.step_time import StepTime, measure_optimizer, predict_step
 from outcore.cost.training_network import capture_training
+from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Device
@@ -180,6 +184,27 @@ def profile(
     step = predict_step(graph, costs, optimizer=timing)
     memory = memory_curve(graph, costs, optimizer=make if make is not None else 2.0)
     return Profile(job.name, size or job.size, device, graph, costs, step, memory)
+
+
+def loss_bytes_of_job(
+    job: Job, graph: Graph, costs: Costs, device: Device, optimizer: OptimizerCost, *, size: int | None = None
+) -> int:
+    """What the loss of a job holds beside the output, with its targets: recorded with it, or as losses usually do.
+
+    Args:
+        job: what is trained.
+        graph: of its model alone.
+        costs: of that.
+        device: which it runs on.
+        optimizer: of the step.
+        size: of the batch; the job's own by default.
+    """
+    if job.loss is not None:
+        with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded
+            whole = capture_training(job, size)
+            curve = memory_curve(whole, estimate(whole, device), optimizer=optimizer)
+            return loss_bytes_in(curve, graph, costs, optimizer)
+    return usual_loss_bytes(graph)
 
 
 def scale(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
+from outcore.cost.profile import loss_bytes_of_job
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
@@ -69,12 +70,16 @@ def plan(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     count = devices or where.ranks
     if count == 1 and schedule is None and balance is None:
-        graph = source.capture(batch or batch_for(source, 1)) if isinstance(source, Job) else source
+        size = batch or batch_for(source, 1) if isinstance(source, Job) else None
+        graph = source.capture(size) if isinstance(source, Job) else source
         limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
         state = (source.optimizer if isinstance(source, Job) else None) or 2.0
         optimizer = OptimizerCost.of(state, where.devices[0].kind)
         known_costs = costs if costs is not None else estimate(graph, where)
-        return fit_one_device(graph, known_costs, where, limit, optimizer=optimizer).document()
+        held = None
+        if isinstance(source, Job):
+            held = loss_bytes_of_job(source, graph, known_costs, where.devices[0], optimizer, size=size)
+        return fit_one_device(graph, known_costs, where, limit, optimizer=optimizer, loss_bytes=held).document()
     return plan_many(
         source,
         devices=count,

@@ -81,10 +81,6 @@ def fit(
         return FittedModel(model)
     allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory))
     loss = StepLoss.of(model, job, first, expected)
-    beside = 0 if expected.loss_counted else loss.bytes
-    if expected.peak_bytes is not None and (peak := expected.peak_bytes + beside) <= budget:
-        said = f"{allowed[1]}, enough for a plain step, which needs {format_bytes(peak)} with its loss"
-        return FittedModel(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=peak)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
     if before is not None and before.stream is not None and before.memory_bytes == budget:
         if expected.graph is not None and before.graph == expected.graph.fingerprint:
@@ -92,6 +88,10 @@ def fit(
     made = _within_or_streamed(model, job, config, expected, first, budget, loss)
     if made.plan is not None:
         made.plan.save(folder.plan)
+    if not made.decisions:
+        assert made.peak_bytes is not None
+        said = f"{allowed[1]}, enough for a plain step, which needs {format_bytes(made.peak_bytes)} with its loss"
+        return made.deciding(("budget", said))
     return made.deciding(allowed)
 
 
@@ -135,8 +135,7 @@ def _within_or_streamed(
     try:
         step = choose_step(model, job, config, expected, budget, beside)
         if step.rung == "plain":
-            said = f"a plain step needs {format_bytes(step.peak_bytes)} of the {format_bytes(budget)} allowed"
-            return FittedModel(model, False, (("plain", said),), step.time_s, step.peak_bytes)
+            return FittedModel(model, step_s=step.time_s, peak_bytes=step.peak_bytes)
         if isinstance(step.plan, MemoryPlan):
             try:
                 return _within(model, job, config, expected, budget, loss, step, step.plan)
