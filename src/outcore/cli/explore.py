@@ -50,7 +50,13 @@ def explore(
         outcore explore job.py --on a100 --export page.html
     """
     from outcore.explore.parts import ExploreSettings, explore_bundle
+    from outcore.machine import parse
+    from outcore.machine.units import parse_bytes
 
+    if memory:
+        parse_bytes(memory)  # what is no size is refused before a page is served
+    if machine:
+        parse(machine)
     settings = ExploreSettings(
         job,
         tuple(inputs or ()),

@@ -148,10 +148,13 @@ def _check_paths(
     data: Path, output: Path | None, weights: Path | None, job: str, overwrite: bool, *, several: bool
 ) -> None:
     """Check the paths before anything is loaded."""
+    from outcore.infer import find_slides
     from outcore.infer.partial import check_free, check_not_read
 
     if not data.exists():
         raise DataError(f"no file {data}")
+    if several:
+        find_slides(data)  # one that holds none is refused for that
     if several and output is None:
         raise DataError(f"{data} holds several slides; say a folder for their results: -o results")
     if output is not None:

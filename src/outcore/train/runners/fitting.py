@@ -29,6 +29,8 @@ from outcore.train.start import RunForecast, device_here
 
 __all__ = ["FittedModel", "fit", "refit"]
 
+_SMALL = 2**26
+"""An image of so many bytes is always worth a plan that holds it whole."""
 _MORE_ROOM = 0.85
 """Share of a budget that a second plan may use, after the first ran out of memory."""
 
@@ -128,18 +130,32 @@ def _within_or_streamed(
 ) -> FittedModel:
     shape = expected.shapes[0] if expected.shapes else ()
     image_bytes = 4 * int(torch.Size(shape).numel())
-    refused = []
-    if 2 * image_bytes < budget:
+    refused, enough = [], []
+    if 2 * image_bytes < budget or image_bytes < _SMALL:
         try:
             return _within(model, job, config, expected, budget, loss)
         except (PlanError, CaptureError) as error:
-            refused.append(str(error).splitlines()[0])
+            least = getattr(error, "least_bytes", None)
+            enough += [] if least is None else [least + loss.target_bytes]
+            said = "" if least is None else f"policies need at least {format_bytes(enough[-1])}"
+            refused.append(said or str(error).splitlines()[0])
     try:
         return _streamed(model, job, config, expected, first.inputs, budget, loss.bytes)
     except (PlanError, StreamError, CaptureError) as error:
+        least = getattr(error, "least_bytes", None)
+        enough += [] if least is None else [least]
         refused.append(str(error).splitlines()[0])
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
-    raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}")
+    if expected.peak_bytes is not None:
+        enough.append(expected.peak_bytes + (0 if expected.loss_counted else loss.bytes))
+    give = f"; give --memory {_rounded_up(min(enough))} or more" if enough else ""
+    raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
+
+
+def _rounded_up(nbytes: int) -> str:
+    """A budget that is enough, as it is typed."""
+    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
+    return f"{-(-nbytes // unit)}{name}"
 
 
 def _within(

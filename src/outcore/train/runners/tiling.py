@@ -68,9 +68,11 @@ def plan_stream(
         except PlanError as error:
             if error.least_bytes is None:
                 raise
-            least, of_state = format_bytes(error.least_bytes + state + beside), format_bytes(state)
-            said = f"streaming needs at least {least}, {of_state} of it for the optimizer's state; give at least that"
-            raise PlanError(said) from None
+            least = error.least_bytes + state + beside
+            of_state = f", {format_bytes(state)} of it for the optimizer's state" if state else ""
+            refused = PlanError(f"streaming needs at least {format_bytes(least)}{of_state}")
+            refused.least_bytes = least
+            raise refused from None
         share = computed_share(inputs, graph, found)
     step_s = found.time_s * share + found.passes * found.tiles * _FOUND_S
     # The peak that is said is the one that is planned: with the optimizer's state, as the budget counts it.
