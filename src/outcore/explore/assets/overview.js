@@ -262,15 +262,17 @@ class SizePlot {
       const from = over === 0 ? x.min : crossing(memory[over - 1], memory[over], capacity);
       plot.add("rect", { class: "forbidden", x: plot.px(from), width: Math.max(0, plot.px(x.max) - plot.px(from)), y: plot.top, height: plot.height - plot.top - plot.bottom });
     }
-    plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
     plot.path(memory.map(([s, m]) => [s, Math.min(m, tops)]), "series memory");
     const named = Math.max(plot.top + 8, plot.py(Math.min(memory.at(-1)[1], tops)));
     plot.add("text", { class: "tick memory-name", x: plot.width - plot.right + 5, y: named }, "memory");
     plot.y = left;
     plot.area(rates, "fill rate");
     plot.path(rates, "series rate");
-    const below = plot.py(rates.at(-1)[1]) + 4;
-    plot.add("text", { class: "tick rate-name", x: plot.width - plot.right + 5, y: Math.abs(below - named) < 13 ? named + 13 : below }, "rate");
+    const below = plot.py(rates.at(-1)[1]) + (this.value >= x.max ? 22 : 4);  // the handle is not on the name
+    plot.y = { min: 0, max: tops };
+    plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
+    plot.y = left;
+    plot.add("text", { class: "tick rate-name", x: plot.width - plot.right + 5, y: Math.abs(below - named) < 13 ? named + (below > named ? 13 : -13) : below }, "rate");
     const here = at(this.value), value = Math.min(x.max, Math.max(x.min, this.value));
     plot.upright(value, "here");
     this.handle.place(plot.px(value), plot.py(rate(this.value, here)), this.value, `${number(this.value)}${this.axis === "image" ? " px" : ""}`);
