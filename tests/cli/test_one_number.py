@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import outcore
 from tests.cli.command import Shown, outcore_command
 
 JOB = """
@@ -76,3 +78,16 @@ def test_a_budget_may_be_a_share_of_it_everywhere(job: str, tmp_path: Path) -> N
     for command in ("plan", "verify"):
         refused = run(command, job, "--memory", "many%", code=1)
         assert "'many%' is no share; write for example 50%" in refused.stderr
+
+
+def test_functions_take_what_capture_takes_and_say_the_same() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
+    image = torch.rand(1, 3, 32, 32)
+    peaks = {outcore.memory_of(net, args) for args in ((image,), [(1, 3, 32, 32)])}
+    assert len(peaks) == 1
+    costs = [outcore.estimate(net, (image,)), outcore.estimate(outcore.capture(net, [(1, 3, 32, 32)]))]
+    assert costs[0].fingerprint == costs[1].fingerprint and costs[0].calls == costs[1].calls
+    outcore.within(net, (image,), memory=None, quiet=True)
+    plan = outcore.memory_plan(net)
+    outcore.release(net)
+    assert peaks == {plan.plain_bytes}
