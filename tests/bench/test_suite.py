@@ -44,6 +44,7 @@ def test_results_hold_the_figures_of_the_suite() -> None:
         assert row.peak_share["fp32"] > 0
     page = found.page()
     assert page.count("<tr>") == 3 and "reinforcement learning" in page
+    assert "feature maps" in page and "feature_maps" not in page and "device busy" not in page  # on a CPU
 
 
 def test_an_unknown_family_names_the_known_ones() -> None:

@@ -61,3 +61,18 @@ def test_ctrl_c_is_one_word_and_code_130(tmp_path: Path, command: str) -> None:
     shown = outcore_command(command, "job.py", folder=tmp_path)
     assert shown.returncode == 130 and shown.stderr.split("\n")[-2] == "interrupted"
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["infer", "job.py", "--data", "empty"], "empty holds no slides"),
+        (["explore", "job.py", "--memory", "much"], "'much' is not a size"),
+        (["explore", "job.py", "--on", "h900"], "unknown GPU 'h900'; did you mean h200"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_before_anything_begins(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shown = outcore_command(*words, folder=tmp_path)
+    assert shown.returncode == 1 and said in shown.stderr and len(shown.stderr.strip().splitlines()) == 1

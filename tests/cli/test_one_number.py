@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import outcore
 from tests.cli.command import Shown, outcore_command
 
 JOB = """
@@ -56,7 +58,8 @@ def test_the_plain_peak_is_the_same_in_every_command(job: str, tmp_path: Path) -
     shown = f"{peak / 2**10:.1f} KiB"
     assert f"of plain {shown})" in said and f"\n{shown} " in said  # the plan, and the first row of its frontier
     assert json.loads(run("verify", job, "--json", "--memory", "90%").stdout)["plain_bytes"] == peak
-    run("train", job, "--steps", "2", "--device", "cpu", "--out", "run")
+    said = run("train", job, "--steps", "2", "--device", "cpu", "--memory", "150%", "--out", "run").stdout
+    assert f"{1.5 * peak / 2**10:.1f} KiB, 150% of a plain step's" in said
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["forecast"]["peak_bytes"] == peak
     if (tmp_path / "job.py").read_text().endswith(LOSS):
@@ -68,12 +71,23 @@ def test_a_budget_may_be_a_share_of_it_everywhere(job: str, tmp_path: Path) -> N
     peak = plain_peak(job)
     verdict = json.loads(run("verify", job, "--json", "--memory", "85%").stdout)
     assert verdict["planned_bytes"] <= 0.85 * peak and verdict["agrees"]
-    for machine in (["--machine", "v100x2"], ["--machine", "v100x2", "--grid", "auto"]):
-        whole = plain_peak(job, "-b", "2", "--on", "v100")
-        plan = json.loads(run("plan", job, "-b", "2", *machine, "--memory", "97%", "--json").stdout)
+    whole = plain_peak(job, "-b", "2", "--on", "v100")
+    for more in ([], ["--grid", "2x1"]):
+        plan = json.loads(run("plan", job, "-b", "2", "--machine", "v100x2", *more, "--memory", "97%", "--json").stdout)
         assert plan["memory_bytes"] == int(0.97 * whole) and max(plan["predicted"]["peak_bytes"]) <= 0.97 * whole
-    said = run("train", job, "--steps", "1", "--device", "cpu", "--memory", "90%", "--out", "run").stdout
-    assert f"{0.9 * peak / 2**10:.1f} KiB, 90% of a plain step's" in said
     for command in ("plan", "verify"):
         refused = run(command, job, "--memory", "many%", code=1)
         assert "'many%' is no share; write for example 50%" in refused.stderr
+
+
+def test_functions_take_what_capture_takes_and_say_the_same() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
+    image = torch.rand(1, 3, 32, 32)
+    peaks = {outcore.memory_of(net, args) for args in ((image,), [(1, 3, 32, 32)])}
+    assert len(peaks) == 1
+    costs = [outcore.estimate(net, (image,)), outcore.estimate(outcore.capture(net, [(1, 3, 32, 32)]))]
+    assert costs[0].fingerprint == costs[1].fingerprint and costs[0].calls == costs[1].calls
+    outcore.within(net, (image,), memory=None, quiet=True)
+    plan = outcore.memory_plan(net)
+    outcore.release(net)
+    assert peaks == {plan.plain_bytes}

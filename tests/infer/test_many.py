@@ -91,12 +91,22 @@ def test_results_of_other_weights_or_settings_are_not_mixed(tmp_path: Path) -> N
 
 
 def test_slides_are_found_once_in_a_stable_order(tmp_path: Path) -> None:
-    for name in ("b/x.tif", "a/x.svs", "a/.hidden.tif", "c.zarr/zarr.json", "notes.txt", ".git/y.tif"):
+    for name in (
+        "b/x.tif",
+        "a/x.svs",
+        "a/.hidden.tif",
+        "c.zarr/zarr.json",
+        "notes.txt",
+        ".git/y.tif",
+        "b/x-mask.tif",
+        "a/x_mask.png",
+        "b/my-mask.tif",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     found = find_slides(tmp_path)
-    assert [slide.given for slide in found] == ["c.zarr", "a/x.svs", "b/x.tif"]
-    assert found[0].name == "c" and found[1].name != found[2].name and found[1].name.startswith("x-")
+    assert [slide.given for slide in found] == ["c.zarr", "a/x.svs", "b/my-mask.tif", "b/x.tif"]
+    assert found[0].name == "c" and found[1].name != found[3].name and found[1].name.startswith("x-")
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, confusion_matrix, roc_auc_score
+from sklearn.metrics import average_precision_score, confusion_matrix, f1_score, roc_auc_score
 
 from outcore.report.evaluation import evaluate
 from outcore.report.evaluation_svg import confusion_svg, curves_svg
+from outcore.report.run import read_run
 from outcore.report.thumbnails import png, thumbnail
 from outcore.train.run_folder.predictions import Predictions
 
@@ -76,6 +77,24 @@ def test_pictures_name_their_axes_and_the_areas(tmp_path: Path) -> None:
     assert {"false positive rate", "true positive rate"} <= set(words)
     assert any(w.startswith("c & d: AUC 0.") for w in words)
     assert "predicted class" in [e.text for e in ElementTree.fromstring(confusion_svg(found)).iter()]
+
+
+def test_maps_have_their_agreement_with_the_mask_worst_first(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    output, masks = torch.randn(3, 3, 8, 8, generator=draw), torch.randint(3, (3, 8, 8), generator=draw)
+    output[1] = torch.nn.functional.one_hot(masks[1], 3).movedim(-1, 0)  # one that is right everywhere
+    masks[2] = 0
+    rows = Predictions()
+    rows.add(["a.tif", "b.tif"], output[:2], masks[:2])
+    rows.add(["glass.tif"], output[2:], masks[2:])
+    rows.write(tmp_path / "predictions.csv")
+    (tmp_path / "run.json").write_text("{}")
+    found = read_run(tmp_path)["maps"]["examples"]
+    assert [e["example"] for e in found] == ["glass.tif", "a.tif", "b.tif"]
+    said, true = output[0].argmax(0).numpy().ravel(), masks[0].numpy().ravel()
+    assert found[1]["dice"] == pytest.approx(f1_score(true, said, labels=[1, 2], average="macro"), abs=1e-5)
+    assert found[1]["accuracy"] == pytest.approx((said == true).mean(), abs=1e-5)
+    assert found[2]["dice"] == found[2]["accuracy"] == 1
 
 
 def test_maps_and_values_are_not_listed(tmp_path: Path) -> None:

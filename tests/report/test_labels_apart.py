@@ -6,6 +6,7 @@ import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -43,15 +44,14 @@ def net() -> outcore.Job:
 
 
 def profiles() -> Iterator[str]:
-    for device, size in (("h200", 1), ("k80", 4)):
-        yield profile_svg(profile(net(), parse(device).devices[0], size=size))
+    yield profile_svg(profile(net(), parse("h200").devices[0], size=1))
 
 
 def frontiers() -> Iterator[str]:
     graph = net().capture(1)
     costs = outcore.estimate(graph, machine="a100")
     made = plan_memory(graph, costs, budget_bytes=None, policy={})
-    found = frontier(made.keeping, points=3, search_s=0.2)
+    found = frontier(made.keeping, points=2, search_s=0.1)
     floor, plain = made.keeping.floor[0], made.plain_bytes
     for budget in (None, floor, (floor + plain) // 2, plain):
         yield frontier_svg(made.keeping, found, name="net", budget_bytes=budget, chosen=found[-1] if budget else None)
@@ -77,8 +77,9 @@ def sweeps() -> Iterator[str]:
 
 def scalings() -> Iterator[str]:
     device = parse("v100").devices[0]
-    for counts in ((1, 2, 4, 8), (1, 2, 4, 8, 16, 64, 1024)):
-        yield scaling_svg(scale_out(net(), counts, parse_link("10gbe", device), device=device))
+    found = scale_out(net(), (1, 2, 4, 8, 16, 64, 1024), parse_link("10gbe", device), device=device)
+    yield scaling_svg(found)
+    yield scaling_svg(replace(found, points=tuple(p for p in found.points if p.gpus <= 8)))
 
 
 def graphs() -> Iterator[str]:
@@ -90,7 +91,7 @@ def graphs() -> Iterator[str]:
 
 def evaluations() -> Iterator[str]:
     path = Path(tempfile.mkdtemp()) / "p.csv"
-    for names in (["benign", "malignant"], [f"a long name of class {i}" for i in range(4)]):
+    for names in (["benign", "malignant"], [f"a long name of class {i}" for i in range(3)]):
         rows = Predictions()
         draw = torch.Generator().manual_seed(0)
         labels = torch.arange(60) % len(names)

@@ -21,7 +21,7 @@ import torch
 
 from outcore.bench.families import family
 from outcore.errors import OutcoreError
-from outcore.machine import Device, known
+from outcore.machine import Device, format_bytes, format_time, known
 from outcore.whatif.recording import record_setup
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.trial import run_setup
@@ -47,6 +47,12 @@ class FamilyResult:
     peak_bytes: int = 0
     error: str = ""
 
+    @property
+    def held(self) -> str:
+        """The memory of a step by what it is for, in words."""
+        parts = ((name.replace("_", " "), size) for name, size in self.memory_bytes.items() if size)
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+
 
 @dataclass(frozen=True)
 class BenchResult:
@@ -64,19 +70,25 @@ class BenchResult:
 
     def page(self) -> str:
         """A page with one table, for a browser."""
-        head = ("family", "batch", "step (ms)", "samples/s", "device busy", "share of peak", "CPU", "peak (MiB)")
+        busy = any(f.busy_share is not None for f in self.families)  # a CPU is what it runs on
+        head = ("family", "batch", "step", "samples/s", *(("device busy",) if busy else ()), "share of peak", "CPU")
+        head += ("peak memory", "by what it holds")
         rows = []
         for f in self.families:
-            busy = "" if f.busy_share is None else f"{f.busy_share:.0%}"
-            peak = ", ".join(f"{name} {share:.0%}" for name, share in f.peak_share.items())
-            cells: list[object] = [f.family, f.batch, f"{f.step_s * 1e3:,.2f}", f"{f.samples_per_s:,.1f}", busy, peak]
-            cells += [f"{f.cpu_share:.0%}", f"{f.peak_bytes / 2**20:,.0f}"]
-            shown = cells if not f.error else [f.family, f.batch, f.error]
-            rows.append("<tr>" + "".join(f"<td>{escape(str(c))}</td>" for c in shown) + "</tr>")
+            cells = [f.family, f"{f.batch:,}", format_time(f.step_s), f"{f.samples_per_s:,.1f}"]
+            cells += [] if not busy else ["–" if f.busy_share is None else f"{f.busy_share:.0%}"]
+            cells += [", ".join(f"{name} {share:.0%}" for name, share in f.peak_share.items()), f"{f.cpu_share:.0%}"]
+            cells += [format_bytes(f.peak_bytes), f.held]
+            shown = cells if not f.error else [f.family, f"{f.batch:,}", f.error]
+            rows.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in shown) + "</tr>")
         titles = "".join(f"<th>{name}</th>" for name in head)
         size = "reduced" if self.reduced else "full"
         said = escape(f"{self.device}, torch {self.torch}, {self.date}, {size} size")
-        style = "body{font-family:sans-serif}td,th{padding:4px 10px;text-align:right}td:first-child{text-align:left}"
+        style = (
+            "body{font:14px Helvetica,Arial,sans-serif;color:#1f2830;margin:24px}table{border-collapse:collapse}"
+            "td,th{padding:6px 12px;text-align:right;border-bottom:1px solid #d5dce1;vertical-align:top}"
+            "th{color:#55616b;font-weight:normal}:is(td,th):is(:first-child,:last-child){text-align:left}"
+        )
         return (
             f"<!doctype html><meta charset=utf-8><title>outcore bench</title><style>{style}</style>"
             f"<h1>outcore bench</h1><p>{said}</p><table><tr>{titles}</tr>{''.join(rows)}</table>\n"

@@ -100,5 +100,4 @@ def _table(found: BenchResult, other: dict[str, float]) -> Table:
 def _shares(f: FamilyResult) -> tuple[str, ...]:
     busy = "" if f.busy_share is None else f"{f.busy_share:.0%}"
     peak = ", ".join(f"{name} {share:.0%}" for name, share in f.peak_share.items())
-    memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in f.memory_bytes.items())
-    return busy, peak, f"{f.cpu_share:.0%}", format_bytes(f.peak_bytes), memory
+    return busy, peak, f"{f.cpu_share:.0%}", format_bytes(f.peak_bytes), f.held

@@ -59,7 +59,13 @@ def explore(
         outcore explore runs/first      (the job of a run, and the run itself while it goes on)
     """
     from outcore.explore.parts import ExploreSettings, explore_bundle
+    from outcore.machine import parse
+    from outcore.machine.units import parse_bytes
 
+    if memory:
+        parse_bytes(memory)  # what is no size is refused before a page is served
+    if machine:
+        parse(machine)
     base = ExploreSettings(job)
     if Path(job).is_dir():
         from outcore.explore.watched_run import settings_of_run

@@ -148,10 +148,13 @@ def _check_paths(
     data: Path, output: Path | None, weights: Path | None, job: str, overwrite: bool, *, several: bool
 ) -> None:
     """Check the paths before anything is loaded."""
+    from outcore.infer import find_slides
     from outcore.infer.partial import check_free, check_not_read
 
     if not data.exists():
         raise DataError(f"no file {data}")
+    if several:
+        find_slides(data)  # one that holds none is refused for that
     if several and output is None:
         raise DataError(f"{data} holds several slides; say a folder for their results: -o results")
     if output is not None:
@@ -268,10 +271,12 @@ def _many(runner: SlideRunner, data: Path, output: Path, written: _Written) -> N
 
 
 def _numbered(folder: ResultsFolder, slides: list[SlideInput]) -> Iterator[tuple[str, SlideInput]]:
-    """The slides that are left, each with its number and the time left, once one is done."""
+    """The slides that are left, each with its number and the time left, once two are done: the first prepares."""
     left, start = list(folder.left(slides)), time.monotonic()
     for number, slide in enumerate(left):
-        rest = (time.monotonic() - start) / number * (len(left) - number) if number else None
+        if number == 1:
+            start = time.monotonic()
+        rest = (time.monotonic() - start) / (number - 1) * (len(left) - number) if number > 1 else None
         remaining = "" if rest is None else f", about {_duration(rest)} left"
         yield f"{len(slides) - len(left) + number + 1} of {len(slides)}{remaining}", slide
 

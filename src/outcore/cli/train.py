@@ -29,7 +29,9 @@ def train(
     arguments: Arguments = None,
     data: Annotated[str | None, typer.Option("--data", help="Table of slides, or folder of images by class.")] = None,
     validation: Annotated[str | None, typer.Option("--validation", help="Another one, or a share like 0.2.")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Budget of device memory: 20GiB.")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", "-m", help="Budget of device memory: 20GiB, or 50% of a plain step's.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Processes to train with.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", "-e", min=1)] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of an epoch.")] = None,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from outcore.errors import DataError
+from outcore.machine.units import counted
 
 __all__ = ["ArraySource", "Batch", "Region", "Source", "Span", "spans"]
 
@@ -122,7 +123,9 @@ class Batch:
             raise DataError(f"a batch needs images of one shape; given {found}; use --batch 1 or crop them")
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers and len(numbers) != self.shape[1]:
-                raise DataError(f"{name} has {len(numbers)} numbers; the images have {self.shape[1]} channels")
+                raise DataError(
+                    f"{name} has {len(numbers)} numbers; the images have {counted(self.shape[1], 'channel')}"
+                )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -78,7 +78,15 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if name not in arrays]
         slides = (name for name in files if _ending(name) in SLIDE_ENDINGS and not name.startswith("."))
         slides = (name for name in slides if not name.endswith(_OUTPUTS))
-        yield from (here / name for name in sorted([*slides, *arrays]))
+        found = sorted([*slides, *arrays])
+        stems = {name.rpartition(".")[0] for name in found}
+        yield from (here / name for name in found if not _is_mask(name, stems))
+
+
+def _is_mask(name: str, stems: set[str]) -> bool:
+    """Whether a file is the mask of a slide beside it: ``a-mask.tif`` or ``a_mask.png`` where there is an ``a``."""
+    stem = name.rpartition(".")[0]
+    return stem.lower().endswith(("-mask", "_mask")) and stem[:-5] in stems
 
 
 def _ending(name: str) -> str:

@@ -111,7 +111,7 @@ class ProfileView:
             if cost.reason:
                 reasons[cost.reason] = reasons.get(cost.reason, 0) + 1
         for reason, count in reasons.items():
-            yield Text(f"{count} of {len(p.costs.calls)} calls: {reason}", style="yellow")
+            yield Text(f"where times come from: {reason} for {count} of {len(p.costs.calls)} calls", style="yellow")
         if large := p.too_large():
             yield Text(f"larger than the device on their own: {', '.join(self._named(large))}", style="red")
 

@@ -8,6 +8,7 @@ every stretch, so that no spike is lost.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from array import array
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ def read_run(folder: Path, *, evaluation: bool = True) -> dict[str, Any]:
         "config": read_text(config, OutcoreError, "YAML") if config.is_file() else "",
         "timeline": read_text(timeline, OutcoreError, "SVG") if timeline.is_file() else None,
         "evaluation": _evaluation(folder, facts.get("classes") or ()) if evaluation else None,
+        "maps": _maps(folder) if evaluation else None,
     }
 
 
@@ -87,6 +89,23 @@ def _evaluation(folder: Path, classes: Sequence[str]) -> dict[str, Any] | None:
             "precision and recall": curves_svg(found.precision_recall, kind="pr"),
         },
     }
+
+
+def _maps(folder: Path) -> dict[str, Any] | None:
+    """How well the map of each example agrees with its mask, the worst first; None where there are no maps."""
+    path = folder / "maps.csv"
+    if not path.is_file():
+        return None
+    text = read_text(path, OutcoreError, "figures of maps")
+    examples: list[dict[str, Any]] = []
+    for row in csv.DictReader(io.StringIO(text, newline="")):
+        dice, right = _number(row.get("dice") or ""), _number(row.get("accuracy") or "")
+        shown = [None if math.isnan(v) else v for v in (dice, right)]
+        examples.append({"example": str(row.get("example") or ""), "dice": shown[0], "accuracy": shown[1]})
+    examples.sort(key=lambda e: 2.0 if e["dice"] is None else e["dice"])
+    worst = [e["example"] for e in examples[:SHOWN_SLIDES]]
+    small = {name: picture for name in worst if (picture := _thumbnail(folder, name)) is not None}
+    return {"examples": examples, "thumbnails": small}
 
 
 def _thumbnail(folder: Path, example: str) -> str | None:

@@ -31,6 +31,9 @@ from outcore.stream.plan.step_document import StreamedStep
 
 __all__ = ["OneDeviceStep", "fit_one_device", "simulate_tiles"]
 
+_SMALL = 2**26
+"""Inputs of so many bytes are always worth a plan that holds them whole."""
+
 
 @dataclass(frozen=True)
 class OneDeviceStep:
@@ -99,7 +102,7 @@ def fit_one_device(
     device, beside = machine.devices[0], usual_loss_bytes(graph) if loss_bytes is None else loss_bytes
     refused: PlanError | None = None
     inputs = sum(graph.values[name].bytes for name in graph.inputs)
-    if not tiles_only and 2 * inputs >= budget_bytes:
+    if not tiles_only and 2 * inputs >= budget_bytes and inputs >= _SMALL:
         taken = f"its inputs alone take {format_bytes(inputs)}"
         refused = PlanError(f"a training step cannot be done within {format_bytes(budget_bytes)}: {taken}")
     elif not tiles_only:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
-from outcore.cost.predicted.loss_memory import loss_bytes_in, usual_loss_bytes
+from outcore.cost.predicted.loss_memory import apart, loss_bytes_in, usual_loss_bytes
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.cost.predicted.step_time import predict_step
 from outcore.cost.training_network import with_loss
@@ -135,7 +135,7 @@ def _record(job: Job, inputs: Sequence[Any], precision: str, targets: Any = None
     with computing(precision, "cpu"):
         if job.loss is None or targets is None:
             return capture(model, stand_ins)
-        return capture(with_loss(model, job.loss), stand_ins, {"target": target})
+        return capture(with_loss(model, apart(job.loss)), stand_ins, {"target": target})
 
 
 def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, examples: int, batch: int) -> Table:

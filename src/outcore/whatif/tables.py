@@ -28,7 +28,8 @@ def answers_table(found: Answers) -> RenderableType:
         cells += [f"{row.gain:.2f}x", format_bytes(row.peak_bytes)]
         table.add_row(*cells, *(_measured(row) if measured else ()))
     reasons = [Text(f"{row.question}: {row.reason}") for row in rows]
-    notes = [Text(f"{row.question}: {note}", style="yellow") for row in rows for note in row.notes]
+    said = [(row.question, note.removeprefix(f"{row.question}: ")) for row in rows for note in row.notes]
+    notes = [Text(f"{question}: {note}", style="yellow") for question, note in said]
     notes += [Text(f"{row.question}: not measured, {row.not_run}", style="yellow") for row in rows if row.not_run]
     return Group(table, Text(), *reasons, *notes)
 

@@ -263,12 +263,14 @@ class SizePlot {
       const from = over === 0 ? x.min : crossing(memory[over - 1], memory[over], capacity);
       plot.add("rect", { class: "forbidden", x: plot.px(from), width: Math.max(0, plot.px(x.max) - plot.px(from)), y: plot.top, height: plot.height - plot.top - plot.bottom });
     }
-    plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
     plot.path(memory.map(([s, m]) => [s, Math.min(m, tops)]), "series memory");
     const held = plot.py(Math.min(memory.at(-1)[1], tops));
     plot.y = left;
     plot.area(rates, "fill rate");
     plot.path(rates, "series rate");
+    plot.y = { min: 0, max: tops };
+    plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
+    plot.y = left;
     const names = [["memory", held], ["rate", plot.py(rates.at(-1)[1])]].sort((a, b) => a[1] - b[1]);
     const lower = Math.min(Math.max(plot.top + 21, names[1][1] + 4), plot.height - plot.bottom - 1), upper = Math.min(Math.max(plot.top + 8, names[0][1] + 4), lower - 13);
     names.forEach(([name], i) => plot.add("text", { class: `tick ${name}-name`, x: plot.width - plot.right + 5, y: i ? lower : upper }, name));

@@ -57,6 +57,9 @@ class WeightedUnits:
     update_bytes_per_s: float = float("inf")
     overhead_s: tuple[float, ...] = ()
     """Part of the forward, and again of the backward, that a smaller batch does not shorten."""
+    host_forward_s: tuple[float, ...] = ()
+    """What the host takes to launch a unit: a stage is never faster than its host, however small the batch."""
+    host_backward_s: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.units)
@@ -121,13 +124,15 @@ class WeightedUnits:
         for i in range(len(self)):
             members[stage_of[i]].append(i)
         stages = []
+        nothing = (0.0,) * len(self)
+        host_forward, host_backward = self.host_forward_s or nothing, self.host_backward_s or nothing
         for k, inside in enumerate(members):
             state = round(self.state_per_parameter * weights[k])
             stages.append(
                 Stage(
                     calls=tuple(call for i in inside for call in self.units.units[i].calls),
-                    forward_s=sum(self.forward_s[i] for i in inside),
-                    backward_s=sum(self.backward_s[i] for i in inside),
+                    forward_s=max(sum(self.forward_s[i] for i in inside), sum(host_forward[i] for i in inside)),
+                    backward_s=max(sum(self.backward_s[i] for i in inside), sum(host_backward[i] for i in inside)),
                     saved_bytes=held[k],
                     workspace_bytes=max((self.workspace_bytes[i] for i in inside), default=0),
                     parameter_bytes=weights[k] + fixed[k],
@@ -170,6 +175,8 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         weights.state_per_parameter,
         weights.update_bytes_per_s,
         tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),
+        tuple(sum(r.host_forward_s for r in rows) for rows in calls),
+        tuple(sum(r.host_backward_s for r in rows) for rows in calls),
     )
 
 

@@ -36,6 +36,9 @@ class CallWeight:
     """Names of the trained parameters it reads."""
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Buffers and frozen parameters: name -> bytes."""
+    host_forward_s: float = 0.0
+    """What the host takes to launch it on a GPU, whatever the batch; with the Python around it."""
+    host_backward_s: float = 0.0
 
     @property
     def saved_bytes(self) -> int:
@@ -100,6 +103,7 @@ class CallWeights:
         known = bool(sizes) or hasattr(costs, "parameters")
         untrained = fixed_tensors(graph, sizes)
         calls = {}
+        between_s = float(getattr(costs, "between_s", 0.0))
         for name, call in graph.calls.items():
             row = rows[name]
             if not known and (nbytes := int(getattr(row, "parameter_bytes", 0))):
@@ -111,7 +115,14 @@ class CallWeights:
                 rest = int(getattr(row, "parameter_bytes", 0)) - sum(sizes[p] for p in trained)
                 fixed = {f"{call.block} fixed": rest} if rest > 0 else {}
             calls[name] = CallWeight(
-                _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained, fixed
+                _seconds(row, "forward"),
+                _seconds(row, "backward"),
+                _saved(name, row),
+                _workspace(row),
+                trained,
+                fixed,
+                _host_s(row, "forward", between_s),
+                _host_s(row, "backward", between_s),
             )
         whole = costs if isinstance(costs, Costs) else None
         return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs", costs=whole)
@@ -132,6 +143,12 @@ def _seconds(row: Any, which: str) -> float:
         return float(given)
     timing = getattr(row, which, None)
     return 0.0 if timing is None else float(timing.median_s)
+
+
+def _host_s(row: Any, which: str, between_s: float) -> float:
+    """What the host takes to launch a call; nothing on a CPU, where launching is part of running."""
+    issuing_s = float(getattr(getattr(row, which, None), "dispatch_s", 0.0))
+    return issuing_s + between_s if issuing_s else 0.0
 
 
 def _saved(name: str, row: Any) -> dict[str, int]:

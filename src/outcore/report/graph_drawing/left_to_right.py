@@ -249,9 +249,10 @@ def _join(sheet: _Sheet, a: str, b: str, skip: bool) -> None:
             sheet.words((ax1 + bx0) / 2, ay + _HIGH / 2 - 6, sheet.label(a, b))
     elif by > ay:
         x = min(max((ax0 + ax1) / 2, bx0 + 12), bx1 - 12)
-        points = [(x, abelow), (x, by)] if ax0 <= x <= ax1 else [(ax1, ay + 30), (x, ay + 30), (x, by)]
-        sheet.arrow(points)
-        sheet.words(x + 6, (abelow + by) / 2 + 4, sheet.label(a, b), "small quiet over")
+        beside = not ax0 <= x <= ax1
+        sheet.arrow([(ax1, ay + 30), (x, ay + 30), (x, by)] if beside else [(x, abelow), (x, by)])
+        side = (x - 6, "small quiet over end") if beside else (x + 6, "small quiet over")  # the way up is on the right
+        sheet.words(side[0], (abelow + by) / 2 + 4, sheet.label(a, b), side[1])
     else:
         x = min(max((bx0 + bx1) / 2, ax0 + 12), ax1 - 12)
         points = [(x, ay), (x, bbelow)] if bx0 <= x <= bx1 else [(x, ay), (x, by + 30), (bx0, by + 30)]

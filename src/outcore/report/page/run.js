@@ -13,6 +13,7 @@ function showRun(panel, bundle) {
   charts.append(...runCharts(run).filter(Boolean));
   if (charts.children.length) page.append(section("Curves", charts));
   if (run.evaluation) page.append(...evaluation(run.evaluation, run.class_counts || {}));
+  if (run.maps) page.append(mapExamples(run.maps));
   page.append(section("Predicted beside measured", comparison(run)));
   if (run.timeline) page.append(section("The last step, rank by rank", timelinePicture(run.timeline)));
   if (run.forecast && run.forecast.decisions.length) page.append(section("Decisions", pairs(run.forecast.decisions)));
@@ -102,6 +103,21 @@ function evaluation(found, trained) {
     section("Validation, best epoch", pictures, classes),
     section("Worst examples", thumbnails(found.thumbnails || {}, worst), worst.length ? grid(head, worst.map(line)) : html("p", "all were right"), all),
   ];
+}
+
+/** How well the map of each example agrees with its mask, the worst first. */
+function mapExamples(found) {
+  const share = (v) => v === null ? "–" : v.toFixed(3), row = html("div");
+  row.className = "pictures";
+  for (const e of found.examples.filter((w) => found.thumbnails[w.example])) {
+    const image = html("img");
+    image.src = found.thumbnails[e.example];
+    image.alt = e.example;
+    row.append(html("figure", image, html("figcaption", e.example.split("/").pop(), html("br"), `Dice ${share(e.dice)}`)));
+  }
+  const lines = (examples) => grid(["example", "Dice", "accuracy"], examples.map((e) => [e.example, share(e.dice), share(e.accuracy)]));
+  const all = html("details", html("summary", `all ${number(found.examples.length)} examples, the worst first`), lines(found.examples.slice(0, 2000)));
+  return section("Worst examples, best epoch", row, lines(found.examples.slice(0, 12)), all);
 }
 
 /** Slides that were taken for something else, as small pictures. */

@@ -6,6 +6,7 @@
            epochs.csv       one row for each epoch, with the validation
            plan.json        the plan, where there is one
            predictions.csv  the predictions of the best epoch for every example of the validation
+           maps.csv         of networks that give maps: Dice and accuracy of every example
            bad.csv          slides that were skipped, and why
            checkpoints/     last and best
            report.html      all of it as a page

@@ -131,7 +131,7 @@ def _within_or_streamed(
     from outcore.train.runners.tiling import choose_step, plan_stream
 
     beside = expected.loss_bytes if expected.loss_bytes is not None else loss.bytes
-    refused = []
+    refused, enough = [], []
     try:
         step = choose_step(model, job, config, expected, budget, beside)
         if step.rung == "plain":
@@ -140,13 +140,26 @@ def _within_or_streamed(
             try:
                 return _within(model, job, config, expected, budget, loss, step, step.plan)
             except (PlanError, CaptureError) as error:
+                least = getattr(error, "least_bytes", None)
+                enough += [] if least is None else [least + loss.target_bytes]
                 refused.append(str(error).splitlines()[0])
         found = step.plan if isinstance(step.plan, StreamedStep) else None
         return _by_plan(model, plan_stream(model, job, config, expected, first.inputs, budget, beside, found))
     except (PlanError, StreamError, CaptureError) as error:
+        least = getattr(error, "least_bytes", None)
+        enough += [] if least is None else [least]
         refused.append(str(error).splitlines()[0])
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
-    raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}")
+    if expected.peak_bytes is not None:
+        enough.append(expected.peak_bytes + (0 if expected.loss_counted else loss.bytes))
+    give = f"; give --memory {_rounded_up(min(enough))} or more" if enough else ""
+    raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
+
+
+def _rounded_up(nbytes: int) -> str:
+    """A budget that is enough, as it is typed."""
+    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
+    return f"{-(-nbytes // unit)}{name}"
 
 
 def _within(

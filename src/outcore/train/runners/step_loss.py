@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outcore.cost.predicted.loss_memory import loss_bytes_of
+from outcore.cost.predicted.loss_memory import apart, loss_bytes_of
 from outcore.errors import TrainError
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
@@ -46,7 +46,7 @@ class StepLoss:
         """The job's loss with the targets of the first batch, on the model's device."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         targets = substitute(first.targets, Tensor, lambda t: t.to(device))
-        made = cls(job.loss or default_loss, targets)
+        made = cls(apart(job.loss or default_loss), targets)
         taken = sum(t.numel() * t.element_size() for _, t in leaves(targets, Tensor))
         held = 0 if expected.graph is None else loss_bytes_of(expected.graph, made, device)
         return replace(made, target_bytes=taken, held_bytes=held)

@@ -69,7 +69,7 @@ class PlanConfig:
     """How much memory there is, and over how many ranks."""
 
     memory: str | None = None
-    """The most that a device may hold at any moment, like ``20GiB``; none for no bound."""
+    """The most that a device may hold at any moment, like ``20GiB``, or ``50%`` of a plain step; none for no bound."""
     ranks: int = 1
     """Processes to train with."""
     file: str | None = None
