@@ -15,6 +15,7 @@ from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.cli.one_device import plain_bytes, plan_on_one_device
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
+from outcore.cost.profile import loss_bytes_of_job
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -187,7 +188,9 @@ def simulate(
     graph = found.capture(batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None))
     if made.stream is not None:
         optimizer = OptimizerCost.of(found.optimizer or 2.0, where.devices[0].kind)
-        timeline = simulate_tiles(made, graph, estimate(graph, where), where, optimizer=optimizer)
+        costs = estimate(graph, where)
+        held = loss_bytes_of_job(found, graph, costs, where.devices[0], optimizer, size=batch)
+        timeline = simulate_tiles(made, graph, costs, where, optimizer=optimizer, loss_bytes=held)
     else:
         timeline = _timeline(made, graph, weights_on(where, graph), where)
     if trace is not None:

@@ -14,17 +14,20 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
+
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
-from outcore.cost.predicted.loss_memory import loss_bytes_in, usual_loss_bytes
+from outcore.cost.predicted.loss_memory import loss_bytes_in, loss_bytes_of, usual_loss_bytes
 from outcore.cost.predicted.scaling import Scaling, SizePoint, ladder
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.cost.predicted.step_time import StepTime, measure_optimizer, predict_step
-from outcore.cost.training_network import capture_training
+from outcore.cost.training_network import capture_training, default_loss
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
+from outcore.graph.structure import leaves
 from outcore.job import Job
 from outcore.machine import Device
 
@@ -189,7 +192,7 @@ def profile(
 def loss_bytes_of_job(
     job: Job, graph: Graph, costs: Costs, device: Device, optimizer: OptimizerCost, *, size: int | None = None
 ) -> int:
-    """What the loss of a job holds beside the output, with its targets: recorded with it, or as losses usually do.
+    """What the loss of a job holds beside the output, with its targets: its own, or the usual one for its targets.
 
     Args:
         job: what is trained.
@@ -204,6 +207,12 @@ def loss_bytes_of_job(
             whole = capture_training(job, size)
             curve = memory_curve(whole, estimate(whole, device), optimizer=optimizer)
             return loss_bytes_in(curve, graph, costs, optimizer)
+        return usual_loss_bytes(graph)
+    with contextlib.suppress(OutcoreError, NotImplementedError):
+        _, _, target = job.example(size, "meta")
+        if target is not None:
+            taken: int = sum(t.numel() * t.element_size() for _, t in leaves(target, torch.Tensor))
+            return taken + loss_bytes_of(graph, lambda output: default_loss(output, target), torch.device("meta"))
     return usual_loss_bytes(graph)
 
 

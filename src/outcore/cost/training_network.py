@@ -11,13 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from outcore.errors import OutcoreError
+from outcore.errors import OutcoreError, TrainError
 from outcore.graph import Graph, capture
 from outcore.job import Job
 
-__all__ = ["capture_training", "with_loss"]
+__all__ = ["capture_training", "default_loss", "with_loss"]
+
+
+def default_loss(output: Any, target: Any) -> torch.Tensor:
+    """Cross-entropy for class numbers (of images or pixels), mean squared error for values."""
+    if not isinstance(output, torch.Tensor):
+        raise TrainError(f"the model returns {type(output).__name__}; write loss(output, target) into the job")
+    if target is None:
+        raise TrainError("the batches have no targets; write loss(output, target) into the job, or give --data")
+    if target.dtype.is_floating_point:
+        return F.mse_loss(output, target.reshape(output.shape).to(output.dtype))
+    if output.ndim == 1 or output.shape[1] == 1:
+        return F.binary_cross_entropy_with_logits(output, target.reshape(output.shape).to(output.dtype))
+    return F.cross_entropy(output, target)
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Any], torch.Tensor]) -> nn.Module:

@@ -123,7 +123,15 @@ def fit_one_device(
     return OneDeviceStep("tiles", planned(graph, wanted, costs, refused))
 
 
-def simulate_tiles(plan: Plan, graph: Graph, costs: Costs, machine: Machine, *, optimizer: OptimizerCost) -> Timeline:
+def simulate_tiles(
+    plan: Plan,
+    graph: Graph,
+    costs: Costs,
+    machine: Machine,
+    *,
+    optimizer: OptimizerCost,
+    loss_bytes: int | None = None,
+) -> Timeline:
     """The timeline of a step by a plan that streams: tile by tile, with the memory that `fit_one_device` counts.
 
     Args:
@@ -132,13 +140,13 @@ def simulate_tiles(plan: Plan, graph: Graph, costs: Costs, machine: Machine, *, 
         costs: of its calls on the machine's first device.
         machine: what it would run on.
         optimizer: what its state takes.
+        loss_bytes: what the loss holds beside the output, with its targets.
 
     Raises:
         PlanError: the plan has no tiles.
     """
     if plan.stream is None:
         raise PlanError("the plan has no tiles: nothing stands under stream")
-    wanted = StreamSettings(
-        None, optimizer, usual_loss_bytes(graph), by_hand=plan.stream, device=machine.devices[0].kind
-    )
+    beside = usual_loss_bytes(graph) if loss_bytes is None else loss_bytes
+    wanted = StreamSettings(None, optimizer, beside, by_hand=plan.stream, device=machine.devices[0].kind)
     return planned(graph, wanted, costs).simulate()

@@ -130,7 +130,8 @@ def _within_or_streamed(
 ) -> FittedModel:
     from outcore.train.runners.tiling import choose_step, plan_stream
 
-    beside = expected.loss_bytes if expected.loss_bytes is not None else loss.bytes
+    counted = expected.loss_bytes if expected.loss_counted else None
+    beside = counted if counted is not None else loss.bytes
     refused, enough = [], []
     try:
         step = choose_step(model, job, config, expected, budget, beside)
@@ -142,18 +143,24 @@ def _within_or_streamed(
             except (PlanError, CaptureError) as error:
                 least = getattr(error, "least_bytes", None)
                 enough += [] if least is None else [least + loss.target_bytes]
-                refused.append(str(error).splitlines()[0])
+                refused.append(_why(error))
         found = step.plan if isinstance(step.plan, StreamedStep) else None
         return _by_plan(model, plan_stream(model, job, config, expected, first.inputs, budget, beside, found))
     except (PlanError, StreamError, CaptureError) as error:
         least = getattr(error, "least_bytes", None)
         enough += [] if least is None else [least]
-        refused.append(str(error).splitlines()[0])
+        refused.append(_why(error))
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
     if expected.peak_bytes is not None:
         enough.append(expected.peak_bytes + (0 if expected.loss_counted else loss.bytes))
     give = f"; give --memory {_rounded_up(min(enough))} or more" if enough else ""
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
+
+
+def _why(error: OutcoreError) -> str:
+    """Why something does not fit, without what a command has no option for."""
+    least = getattr(error, "least_bytes", None)
+    return str(error).splitlines()[0] if least is None else f"policies and tiles need at least {format_bytes(least)}"
 
 
 def _rounded_up(nbytes: int) -> str:

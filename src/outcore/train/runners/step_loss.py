@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from outcore.cost.predicted.loss_memory import apart, loss_bytes_of
-from outcore.errors import TrainError
+from outcore.cost.training_network import default_loss
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.train.examples.feed import MicroBatch
@@ -50,16 +49,3 @@ class StepLoss:
         taken = sum(t.numel() * t.element_size() for _, t in leaves(targets, Tensor))
         held = 0 if expected.graph is None else loss_bytes_of(expected.graph, made, device)
         return replace(made, target_bytes=taken, held_bytes=held)
-
-
-def default_loss(output: Any, target: Any) -> Tensor:
-    """Cross-entropy for class numbers (of images or pixels), mean squared error for values."""
-    if not isinstance(output, Tensor):
-        raise TrainError(f"the model returns {type(output).__name__}; write loss(output, target) into the job")
-    if target is None:
-        raise TrainError("the batches have no targets; write loss(output, target) into the job, or give --data")
-    if target.dtype.is_floating_point:
-        return F.mse_loss(output, target.reshape(output.shape).to(output.dtype))
-    if output.ndim == 1 or output.shape[1] == 1:
-        return F.binary_cross_entropy_with_logits(output, target.reshape(output.shape).to(output.dtype))
-    return F.cross_entropy(output, target)
