@@ -34,7 +34,7 @@ def loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None = None) 
     >>> from outcore.graph import capture
     >>> graph = capture(nn.Conv2d(3, 2, 1), [(1, 3, 10, 10)])
     >>> loss_bytes(graph), loss_bytes(graph, lambda output: output.sum())
-    (800, 4)
+    (800, 0)
 
     Args:
         graph: of the model.
