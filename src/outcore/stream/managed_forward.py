@@ -146,12 +146,7 @@ class StreamedForward:
         """The fastest plan within the budget."""
         wanted = self.wanted
         costs = self.costs if self.costs is not None and belong(self.costs, graph) else None
-        memory = self.tiles_bytes
-        if memory is not None and memory <= 0:
-            raise PlanError(
-                f"the optimizer's state, the loss and images on the device take {format_bytes(self.beside_bytes)} of "
-                f"the {format_bytes(wanted.budget_bytes or 0)} that are allowed; give images lazily (outcore.data)"
-            )
+        memory = None if self.tiles_bytes is None else max(1, self.tiles_bytes)
         options: dict[str, Any] = {"memory": memory, "costs": costs, "dense": dense, "policies": True}
         options |= {"workers": _readers(self.model), "device": wanted.device}
         try:
@@ -169,6 +164,7 @@ class StreamedForward:
             f"streaming cannot meet a budget of {format_bytes(self.wanted.budget_bytes or 0)}: streaming needs at "
             f"least {format_bytes(least + beside)}, {format_bytes(beside)} of it for the optimizer's state, the loss "
             "and images on the device; give at least that"
+            + ("" if (self.tiles_bytes or 0) > 0 else ", or give images lazily (outcore.data)")
         )
         said.least_bytes = least + beside
         return said

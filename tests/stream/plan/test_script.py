@@ -194,13 +194,13 @@ def one_change(script: tuple[Script, Script], change: random.Random) -> tuple[Sc
     return (tuple(actions), script[1]) if which == 0 else (script[0], tuple(actions))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_networks_are_scripts_that_take_what_was_planned(seed: int) -> None:
     assert_a_script_is_what_was_planned(case(seed))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10**6))
 def test_what_runs_is_the_script_and_one_change_is_refused_or_harmless(seed: int) -> None:
     assert_it_is_what_runs(case(seed), random.Random(seed))
