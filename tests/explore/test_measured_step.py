@@ -93,7 +93,7 @@ def test_every_call_is_recorded_under_its_name_and_the_peak_is_the_predicted_one
     assert all(end <= event[4] + 0.1 for end, event in zip(ends, found["events"][1:], strict=False))
     [memory] = found["memory"]
     assert memory["peak_bytes"] == pytest.approx(shown.memory.peak_bytes, rel=0.1)
-    assert max(memory["bytes"]) <= memory["peak_bytes"] and len(memory["bytes"]) == len(memory["times_us"])
+    assert max(memory["bytes"]) == memory["peak_bytes"] and len(memory["bytes"]) == len(memory["times_us"])
 
 
 def test_a_step_by_a_plan_recomputes_and_holds_less(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from tests.explore.jobs import SMALL, write
 
 pytestmark = pytest.mark.slow
 
+SLEEPS = ["sleep", "77777"]
+"""A process that a job leaves behind."""
+
 
 def running(words: str) -> list[str]:
     """Processes whose command has some words."""
@@ -80,6 +83,6 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
                 await supervisor.simulate({}, {"nothing": "recompute"})
         finally:
             await supervisor.close()
-        assert not running("sleep\\x0077777")
+        assert not running("\0".join(SLEEPS))
 
     asyncio.run(session())

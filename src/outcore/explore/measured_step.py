@@ -212,25 +212,31 @@ def record_step(
     watcher.mark("")
     step(watcher)
     times = seconds([mark.at for mark in watcher.marks])
-    sizes = [mark.bytes for mark in watcher.marks]
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    held_then = [mark.bytes for mark in watcher.marks]
     if device.type != "cuda":
         known = list(state)
         fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in known}.values())
         counted = LiveBytes(known)
-        again = StepWatcher(model, lambda: 0.0, lambda: counted.live)
+
+        def most() -> int:
+            highest = counted.peak
+            counted.restart()
+            return fixed + highest
+
+        again = StepWatcher(model, lambda: 0.0, most)
         with counted:
             again.mark("")
             step(again)
         same = [(m.kind, m.name) for m in again.marks] == [(m.kind, m.name) for m in watcher.marks]
-        sizes, peak = ([fixed + m.bytes for m in again.marks], fixed + counted.peak) if same else ([], 0)
+        held_then = [m.bytes for m in again.marks] if same else []
+    sizes = [*held_then[1:], *held_then[-1:]]  # what was held at most until a mark was held since the mark before it
     events = []
     for i, mark in enumerate(watcher.marks[:-1]):
         if mark.kind and times[i + 1] > times[i]:
             name = f"{mark.kind} {mark.name}"
             events.append(Event(0, "compute", mark.kind, name, times[i], times[i + 1], 0, 0))
     highest = times[max(range(len(sizes)), key=sizes.__getitem__)] if sizes else 0.0
-    memory = RankMemory(tuple(times[: len(sizes)]), tuple(sizes), peak, highest, (0,) * len(PARTS))
+    memory = RankMemory(tuple(times[: len(sizes)]), tuple(sizes), max(sizes, default=0), highest, (0,) * len(PARTS))
     return Timeline("measured", tuple(events), (memory,))
 
 
@@ -252,7 +258,7 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
 def _clock(
     device: torch.device,
 ) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]], Callable[[], int]]:
-    """What notes a moment, what turns moments into seconds from the first, and what says how much is held."""
+    """What notes a moment, what makes seconds of moments, and what says the most that was held since it was asked."""
     if device.type != "cuda":
         return time.perf_counter, lambda moments: [t - moments[0] for t in moments], lambda: 0
 
@@ -265,8 +271,12 @@ def _clock(
         torch.cuda.synchronize(device)
         return [1e-3 * moments[0].elapsed_time(t) for t in moments]
 
-    torch.cuda.reset_peak_memory_stats(device)
-    return now, seconds, lambda: torch.cuda.memory_allocated(device)
+    def held() -> int:
+        highest = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(highest)
+
+    return now, seconds, held
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[torch.Tensor]:
