@@ -208,13 +208,13 @@ def test_keys_alone_reach_every_panel_and_what_is_in_it(page: Browser) -> None:
         clickable = "button:not([tabindex]), a[href], input, select, [tabindex='0'], .knob"
         assert page.count(f"#panel-{tab} :is({clickable})") > 0
     page.press("body", "4")
-    page.press(".shapes", down)
+    page.press(".breakdown .shapes", down)
     marked = page.ask("document.querySelector('.shape.marked').dataset.path")
-    page.press(".shapes", right if marked == "first" else down)
+    page.press(".breakdown .shapes", right if marked == "first" else down)
     assert page.ask("document.querySelector('.shape.marked').dataset.path") != marked
-    page.press(".shapes", enter)
+    page.press(".breakdown .shapes", enter)
     assert page.text(".crumbs").count("›") >= 1
-    page.press(".shapes", back)
+    page.press(".breakdown .shapes", back)
     page.press("body", "3")
     page.press("body", "e", right)
     assert page.ask("document.querySelector('.network .selected') !== null")

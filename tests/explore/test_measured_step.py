@@ -96,6 +96,7 @@ def test_every_call_is_recorded_under_its_name_and_the_peak_is_the_predicted_one
     assert max(memory["bytes"]) == memory["peak_bytes"] and len(memory["bytes"]) == len(memory["times_us"])
 
 
+@pytest.mark.slow
 def test_a_step_by_a_plan_recomputes_and_holds_less(tmp_path: Path) -> None:
     job = Job.load(str(write(tmp_path)))
     where = parse("v100")
