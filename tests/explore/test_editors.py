@@ -6,6 +6,7 @@ Both are skipped where they are not installed; ``OUTCORE_NVIM`` and ``OUTCORE_HE
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -122,7 +123,8 @@ def screen_of(command: list[str], folder: Path, environment: dict[str, str], wan
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 220, 0, 0))
     text, end = "", time.monotonic() + PATIENCE_S
     at = line_of(SMALL, "a = self.first(image)")
-    moved = False
+    moves = itertools.cycle([f"{at}G".encode(), b"k", b"j"])  # Helix asks for hints after a key was pressed
+    moved = time.monotonic()
     try:
         while time.monotonic() < end and not all(words in text for words in wanted):
             if select.select([terminal], [], [], 0.5)[0]:
@@ -130,9 +132,9 @@ def screen_of(command: list[str], folder: Path, environment: dict[str, str], wan
                     text += plain(os.read(terminal, 1 << 16))
                 except OSError:
                     break
-            elif not moved:
-                os.write(terminal, f"{at}G".encode())  # to the line that the diagnostic may be near
-                moved = True
+            if time.monotonic() - moved > 2:
+                os.write(terminal, next(moves))
+                moved = time.monotonic()
     finally:
         os.write(terminal, b"\x1b:quit-all!\r")
         time.sleep(0.5)
