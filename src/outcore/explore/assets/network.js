@@ -125,6 +125,7 @@ class Network extends GraphTab {
       const stage = stages[path] ?? Object.entries(stages).find(([name]) => store.inside(name, path))?.[1];
       fill = stage === undefined ? "var(--cold)" : `color-mix(in oklab, ${STAGES[stage % STAGES.length]} 45%, var(--cold))`;
     }
+    if (group.localName === "rect") group.style.fill = fill;
     for (const rect of group.children) if (rect.localName === "rect" && !rect.classList.contains("inner")) rect.style.fill = fill;
     group.classList.toggle("dark-fill", share > 0.72 && this.shade !== "policy");
   }
