@@ -183,10 +183,10 @@ def test_a_recorded_run_is_shown_below_its_prediction(page: Browser, bundle: dic
     assert "No run yet" in page.text(".run-body") and "outcore train" in page.text(".run-body code")
     measured = bundle["pipeline"]["timeline"]
     steps = {"step": [0, 1, 2], "loss": [0.7, 0.5, 0.4], "time_s": [0.1, 0.1, 0.1]}
-    recorded = {"predicted": measured, "measured": measured | {"step_s": measured["step_s"] * 1.25}}
+    recorded = measured | {"step_s": measured["step_s"] * 1.25}
     run = {"ended": None, "folder": "runs/<b>x", "steps": steps, "position": {"step": 3}, "recorded": recorded}
     file = tmp_path / "run.html"
-    file.write_text(explore_page({**bundle, "run": run}), encoding="utf-8")
+    file.write_text(explore_page({**bundle, "run": run, "predicted_run": measured}), encoding="utf-8")
     page.driver.get(file.as_uri())
     page.open("run")
     assert "going on" in page.text(".run-head") and "runs/<b>x" in page.text(".run-head")
