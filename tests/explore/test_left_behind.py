@@ -40,6 +40,13 @@ def serve(path: Path) -> tuple[subprocess.Popen[str], str]:
     return started, found[0]
 
 
+def close(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.wait()
+    assert server.stdout is not None
+    server.stdout.close()
+
+
 def children(parent: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -82,8 +89,7 @@ def test_a_server_that_ends_while_a_job_blocks_leaves_no_process(tmp_path: Path,
             assert time.monotonic() < end, workers
             time.sleep(0.1)
     finally:
-        server.kill()
-        server.wait()
+        close(server)
 
 
 def test_two_jobs_at_once_have_their_own_pages(tmp_path: Path) -> None:
@@ -101,4 +107,4 @@ def test_two_jobs_at_once_have_their_own_pages(tmp_path: Path) -> None:
         for server in (one, two):
             server.send_signal(signal.SIGINT)
             server.wait(30)
-            server.kill()
+            close(server)

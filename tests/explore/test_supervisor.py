@@ -58,7 +58,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
 
     async def session() -> None:
         settings = ExploreSettings(str(path), machine="v100", seconds=0.5, search_s=0.02)
-        supervisor = Supervisor(settings, limits)
+        supervisor = Supervisor(settings)
         try:
             await supervisor.start()
             await settled(supervisor)
@@ -66,6 +66,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
             before = supervisor.pieces["about"]
 
             path.write_text(SMALL.replace("    return Net()", f"    {does}\n    return Net()"))
+            supervisor.limits = limits
             await supervisor.start()
             await settled(supervisor)
             assert supervisor.trouble is not None and said in supervisor.trouble["message"]
@@ -74,6 +75,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
                 await supervisor.simulate({}, {"first": "recompute"})
 
             path.write_text(SMALL)
+            supervisor.limits = Limits()
             await supervisor.start()
             await settled(supervisor)
             assert supervisor.trouble is None

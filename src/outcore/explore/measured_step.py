@@ -225,9 +225,9 @@ def record_step(
     times = seconds([mark.at for mark in watcher.marks])
     held_then = [mark.bytes for mark in watcher.marks]
     if device.type != "cuda":
-        known = list(state)
-        fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in known}.values())
-        counted = LiveBytes(known)
+        there = list(state)
+        fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in there}.values())
+        counted = LiveBytes(there)
 
         def most() -> int:
             highest = counted.peak
