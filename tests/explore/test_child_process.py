@@ -77,8 +77,8 @@ def gone(*pids: int) -> bool:
         ({"does": "answer", "number": 4}, {"twice": 8}, ""),
         ({"does": "leave"}, None, "code 7"),
         ({"does": "print"}, None, "code 0"),
-        ({"does": "grow"}, None, "memory of"),
-        ({"does": "block"}, None, "time"),
+        pytest.param({"does": "grow"}, None, "memory of", marks=pytest.mark.slow),
+        pytest.param({"does": "block"}, None, "time", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_answers_or_is_ended_with_a_word(request_: dict[str, object], answer: object, wrong: str) -> None:

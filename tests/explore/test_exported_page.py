@@ -240,6 +240,7 @@ def test_the_plan_shows_blocks_and_commands(page: Browser, bundle: dict[str, Any
     assert page.ask("JSON.parse(window.saved).policy") == points[-1]["document"]["policy"]
 
 
+@pytest.mark.slow
 def test_it_is_usable_on_a_small_and_a_wide_screen(page: Browser) -> None:
     for width, height in ((1024, 700), (2200, 1200)):
         page.driver.set_window_size(width, height)
