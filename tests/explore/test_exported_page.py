@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,13 @@ def test_the_breakdown_zooms_and_has_every_form(page: Browser, bundle: dict[str,
     assert page.count(".shape[data-path='first']") == 1
 
 
-def test_the_timeline_zooms_and_follows_the_plan(page: Browser) -> None:
+def keep_downloads(page: Browser) -> None:
+    """Have what a page offers to save in a variable."""
+    page("delete window.saved; HTMLAnchorElement.prototype.click = () => {}")
+    page("URL.createObjectURL = (blob) => { blob.text().then((t) => (window.saved = t)); return 'blob:none'; }")
+
+
+def test_the_timeline_zooms_and_follows_the_plan(page: Browser, bundle: dict[str, Any]) -> None:
     page.open("timeline")
     assert "2 devices" in page.text(".timeline option")
     painted = "document.querySelector('.timeline canvas').toDataURL()"
@@ -162,6 +169,58 @@ def test_the_timeline_zooms_and_follows_the_plan(page: Browser) -> None:
     assert page.ask(painted) == whole
     page("const s = document.querySelector('.timeline select'); s.value = '1'; s.dispatchEvent(new Event('change'))")
     assert page.ask(painted) != whole and "simulated step" in page.text(".timeline .note")
+    keep_downloads(page)
+    page.click(".timeline .tools button:last-child")
+    page.until("window.saved !== undefined")
+    rows = json.loads(page.ask("window.saved"))["traceEvents"]
+    assert {row["ph"] for row in rows} == {"M", "X", "C"} and all("pid" in row for row in rows)
+    assert sum(row["ph"] == "X" for row in rows) == len(bundle["plans"]["points"][1]["timeline"]["events"])
+
+
+def test_a_recorded_run_is_shown_below_its_prediction(page: Browser, bundle: dict[str, Any], tmp_path: Path) -> None:
+    assert page.count("#tab-run") == 1
+    page.open("run")
+    assert "No run yet" in page.text(".run-body") and "outcore train" in page.text(".run-body code")
+    measured = bundle["pipeline"]["timeline"]
+    steps = {"step": [0, 1, 2], "loss": [0.7, 0.5, 0.4], "time_s": [0.1, 0.1, 0.1]}
+    recorded = measured | {"step_s": measured["step_s"] * 1.25}
+    run = {"ended": None, "folder": "runs/<b>x", "steps": steps, "position": {"step": 3}, "recorded": recorded}
+    file = tmp_path / "run.html"
+    file.write_text(explore_page({**bundle, "run": run, "predicted_run": measured}), encoding="utf-8")
+    page.driver.get(file.as_uri())
+    page.open("run")
+    assert "going on" in page.text(".run-head") and "runs/<b>x" in page.text(".run-head")
+    assert page.count(".run-charts .chart") == 2
+    page.click(".run-body .act")
+    assert "1.25× the prediction" in page.text(".timeline .note")
+    keep_downloads(page)
+    page.click(".timeline .tools button:last-child")
+    page.until("window.saved !== undefined")
+    named = {row["args"]["name"] for row in json.loads(page.ask("window.saved"))["traceEvents"] if row["ph"] == "M"}
+    assert {"rank 0 predicted", "rank 0 measured", "rank 1 measured"} <= named
+
+
+def test_keys_alone_reach_every_panel_and_what_is_in_it(page: Browser) -> None:
+    down, right, enter, back = "\ue015", "\ue014", "\ue007", "\ue003"
+    for i, tab in enumerate(("overview", "code", "graph", "breakdown", "timeline", "plan", "run"), start=1):
+        page.press("body", str(i))
+        assert page.ask(f"document.getElementById('panel-{tab}').hidden") is False
+        clickable = "button:not([tabindex]), a[href], input, select, [tabindex='0'], .knob"
+        assert page.count(f"#panel-{tab} :is({clickable})") > 0
+    page.press("body", "4")
+    page.press(".breakdown .shapes", down)
+    marked = page.ask("document.querySelector('.shape.marked').dataset.path")
+    page.press(".breakdown .shapes", right if marked == "first" else down)
+    assert page.ask("document.querySelector('.shape.marked').dataset.path") != marked
+    page.press(".breakdown .shapes", enter)
+    assert page.text(".crumbs").count("›") >= 1
+    page.press(".breakdown .shapes", back)
+    page.press("body", "3")
+    page.press("body", "e", right)
+    assert page.ask("document.querySelector('.network .selected') !== null")
+    page.press("body", "6")
+    page.press(".plan-list", down)
+    assert page.ask("document.querySelectorAll('.plan-row')[1].getAttribute('aria-selected')") == "true"
 
 
 def test_the_plan_shows_blocks_and_commands(page: Browser, bundle: dict[str, Any]) -> None:
@@ -175,13 +234,13 @@ def test_the_plan_shows_blocks_and_commands(page: Browser, bundle: dict[str, Any
     assert page.count(".plan-block") > rows
     assert page.count(".plan-block select") == 0  # an exported page is read-only
     assert "outcore verify" in page.text(".plan .side")
-    page("HTMLAnchorElement.prototype.click = () => {}")
-    page("URL.createObjectURL = (blob) => { blob.text().then((t) => (window.saved = t)); return 'blob:none'; }")
+    keep_downloads(page)
     page.click(".plan .act.main")
     page.until("window.saved !== undefined")
     assert page.ask("JSON.parse(window.saved).policy") == points[-1]["document"]["policy"]
 
 
+@pytest.mark.slow
 def test_it_is_usable_on_a_small_and_a_wide_screen(page: Browser) -> None:
     for width, height in ((1024, 700), (2200, 1200)):
         page.driver.set_window_size(width, height)

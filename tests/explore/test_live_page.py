@@ -27,10 +27,10 @@ TROUBLE = "document.getElementById('trouble').hidden === false"
 
 
 @contextmanager
-def explored(path: Path) -> Iterator[str]:
+def explored(path: Path, cwd: Path | None = None) -> Iterator[str]:
     """The command, and the address that it printed."""
     command = (sys.executable, "-m", "outcore", "explore", str(path), "--on", "v100", "--no-open", "--seconds", "2")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": os.environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": os.environ, "cwd": cwd}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         try:
             line = process.stdout.readline()
@@ -41,6 +41,15 @@ def explored(path: Path) -> Iterator[str]:
             assert process.wait(20) == 130
         finally:
             process.kill()
+
+
+def chosen(page: Browser, selector: str, value: str) -> None:
+    """Choose from a list, as a user does."""
+    page(
+        "const s = document.querySelector(arguments[0]); s.value = arguments[1]; s.dispatchEvent(new Event('change'))",
+        selector,
+        value,
+    )
 
 
 def peak(page: Browser) -> str:
@@ -77,6 +86,43 @@ def test_saving_the_file_changes_the_page_and_errors_keep_the_last_state(tmp_pat
         assert "recomputes" in page.text(".plan-head") and "by hand" in page.text(".plan-row.hand")
         page.click(".plan-head .link")
         assert page.count(".plan-row.hand") == 0
+        assert page.complaints() == []
+
+
+def test_another_size_is_planned_for_a_step_is_run_and_a_run_is_watched(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with explored(path, cwd=tmp_path) as address, browser() as page:
+        page.driver.get(address)
+        page.until("document.querySelector('.figure') !== null")
+        page.until(UP_TO_DATE)
+        before = peak(page)
+        page.press(".grid-charts .size:nth-child(1) .knob", "\ue00e")  # page up: half as much again
+        assert page.text(".grid-charts .size:nth-child(1) .reading b") == "6"
+        page.click(".resize")
+        page.until("document.getElementById('facts').textContent.includes('batch 6')")
+        page.until(UP_TO_DATE)
+        assert "Everything here is for batch 6" in page.text(".verdict") and "-b 6 " in page.text(".verdict code")
+        assert page.ask("document.querySelector('.verdict').textContent.includes('scaled')") is False
+        page.click(".unsize")
+        page.until("document.getElementById('facts').textContent.includes('batch 4')")
+        page.until(UP_TO_DATE)
+        assert peak(page) == before
+
+        page.open("timeline")
+        for plan in ("0", "1"):
+            chosen(page, ".timeline select", plan)
+            page.click(".measure")
+            page.until("document.querySelector('.measure').disabled === false", 180)
+            assert page.ask("document.querySelector('.timeline .pill').hidden"), page.text(".timeline .pill")
+            assert "measured" in page.text(".timeline .note") and "the prediction" in page.text(".timeline .note")
+
+        page.open("run")
+        assert "No run yet" in page.text(".run-body")
+        train = (sys.executable, "-m", "outcore", "train", "job.py", "--steps", "4", "--device", "cpu")
+        done = subprocess.run(train, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        page.until("document.querySelector('.run-head')?.textContent.includes('finished') === true")
+        assert page.count(".run-charts .chart") >= 2
         assert page.complaints() == []
 
 

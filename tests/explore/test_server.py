@@ -73,6 +73,28 @@ def test_a_request_that_is_none_says_why(client: TestClient, body: bytes, said: 
     assert answer.status_code == 400 and said in json.loads(answer.text)["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("size", b"[]", "batch and image"),
+        ("size", b'{"batch": 0, "image": null}', "from 1 to"),
+        ("size", b'{"batch": "4; rm -rf", "image": null}', "batch and image"),
+        ("size", b'{"batch": 4}', "batch and image"),
+        ("size", b'{"batch": true, "image": 1}', "batch and image"),
+        ("measure", b"[]", "plan, a document or null"),
+        ("measure", b'{"plan": "os.system", "needed_bytes": 1}', "plan, a document or null"),
+        ("measure", b'{"plan": null, "needed_bytes": "1"}', "plan, a document or null"),
+    ],
+)
+def test_sizes_and_steps_are_asked_for_with_numbers_and_plans(
+    client: TestClient, path: str, body: bytes, said: str
+) -> None:
+    answer = client.post(f"/{TOKEN}/{path}", content=body)
+    assert answer.status_code == 400 and said in json.loads(answer.text)["error"]
+    assert client.post(f"/wrong/{path}", content=body).status_code == 404
+    assert client.post(f"/{TOKEN}/{path}", content=body, headers={"origin": "http://evil.example"}).status_code == 403
+
+
 def test_a_server_is_on_this_machine_only_and_has_its_own_token(tmp_path: Path) -> None:
     settings = ExploreSettings(str(write(tmp_path)))
     one, two = ExploreServer(settings), ExploreServer(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,18 @@ from outcore.explore.supervisor import Limits, Supervisor
 from tests.explore.jobs import SMALL, write
 
 pytestmark = pytest.mark.slow
+
+SLEEPS = ["sleep", "77777"]
+"""A process that a job leaves behind."""
+
+
+def running(words: str) -> list[str]:
+    """Processes whose command has some words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if words.encode() in path.read_bytes() else []
+    return found
 
 
 async def settled(supervisor: Supervisor, limit_s: float = 90) -> None:
@@ -27,6 +40,17 @@ async def settled(supervisor: Supervisor, limit_s: float = 90) -> None:
     [
         ("import time; time.sleep(1000)", Limits(first_s=8.0), "not recorded within 8 s"),
         ("torch.ones(2_000_000_000, device='cpu')", Limits(memory_bytes=2 << 30), "it may take 2.0 GiB"),
+        (
+            "kept = [bytes(bytearray(b'x' * (64 << 20))) for _ in range(90)]",
+            Limits(memory_bytes=2 << 30),
+            "it may take",
+        ),
+        ("import os; os.abort()", Limits(), "exit code -6"),
+        (
+            "import subprocess, time; subprocess.Popen(['sleep', '77777']); time.sleep(99)",
+            Limits(first_s=8.0),
+            "within 8",
+        ),
     ],
 )
 def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str, limits: Limits, said: str) -> None:
@@ -34,7 +58,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
 
     async def session() -> None:
         settings = ExploreSettings(str(path), machine="v100", seconds=0.5, search_s=0.02)
-        supervisor = Supervisor(settings, limits)
+        supervisor = Supervisor(settings)
         try:
             await supervisor.start()
             await settled(supervisor)
@@ -42,6 +66,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
             before = supervisor.pieces["about"]
 
             path.write_text(SMALL.replace("    return Net()", f"    {does}\n    return Net()"))
+            supervisor.limits = limits
             await supervisor.start()
             await settled(supervisor)
             assert supervisor.trouble is not None and said in supervisor.trouble["message"]
@@ -50,6 +75,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
                 await supervisor.simulate({}, {"first": "recompute"})
 
             path.write_text(SMALL)
+            supervisor.limits = Limits()
             await supervisor.start()
             await settled(supervisor)
             assert supervisor.trouble is None
@@ -59,5 +85,6 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
                 await supervisor.simulate({}, {"nothing": "recompute"})
         finally:
             await supervisor.close()
+        assert not running("\0".join(SLEEPS))
 
     asyncio.run(session())

@@ -27,6 +27,7 @@ from outcore.program import (
     chart,
     compile_program,
     gantt,
+    load_trace,
     rich_gantt,
     save_trace,
     simulate,
@@ -197,6 +198,9 @@ def test_pictures_fit_the_terminal_and_are_well_formed(tmp_path: Path) -> None:
     bars = [e for e in root.iter() if e.tag.endswith("title")]
     assert len(bars) == sum(e.end_s > e.start_s for e in timeline.events)
     save_trace(timeline, tmp_path / "trace.json")
+    again = load_trace(tmp_path / "trace.json")
+    assert [e[:4] + e[6:] for e in again.events] == [e[:4] + e[6:] for e in timeline.events]
+    assert again.step_s == pytest.approx(timeline.step_s) and again.peak_bytes == timeline.peak_bytes
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["name"] == "gems-master"

@@ -47,12 +47,13 @@ def block_rows(graph: Graph, costs: Costs, memory: MemoryCurve) -> dict[str, Any
 
 
 def call_rows(graph: Graph, costs: Costs) -> list[list[Any]]:
-    """Name, block, forward and backward seconds of every call, in the order of execution."""
+    """Name, block, forward and backward seconds and saved bytes of every call, in the order of execution."""
     found = []
     for name, call in graph.calls.items():
         cost = costs.calls[name]
         times = [cost.forward.median_s if cost.forward else 0.0, cost.backward.median_s if cost.backward else 0.0]
-        found.append([name, call.block, *map(_short, times)])
+        saved = sum({s.of: s.bytes for s in cost.saved if s.kind in ("value", "derived")}.values())
+        found.append([name, call.block, *map(_short, times), saved])
     return found
 
 

@@ -9,7 +9,8 @@ A file is a job if it has ``model()`` and ``batch(size)``, or if the settings na
 ``initialize`` request: ``job``, ``machine``, ``memory``, ``batch``, ``inputs``, ``arguments``, ``seconds``. The job is
 run in a process of its own when a file is opened or saved (`outcore.explore.editor_facts`), and ended when it takes too
 long; until another answer is there the last one stays. Lines that were edited since show nothing rather than what
-belonged to another line. This process never imports torch.
+belonged to another line. An editor that cannot be told of new hints (Helix) gets its answer when they are there.
+This process never imports torch.
 """
 
 from __future__ import annotations
@@ -113,6 +114,14 @@ class EditorSession:
             if workspace and workspace.code_lens and workspace.code_lens.refresh_support:
                 await self.server.workspace_code_lens_refresh_async(None)
 
+    async def settled(self, uri: str) -> None:
+        """Wait for a job that is being looked at, where the editor could not be told that its hints are there now."""
+        workspace, path = self.server.client_capabilities.workspace, _path(uri)
+        told = workspace and workspace.inlay_hint and workspace.inlay_hint.refresh_support
+        task = self.running.get(self.job_of(path) or "") if path is not None else None
+        if task is not None and not told and not task.done():
+            await asyncio.wait({task})
+
     def rows(self, uri: str) -> dict[int, dict[str, Any]]:
         """The facts of a document's lines, those that were edited since left out."""
         path = _path(uri)
@@ -166,7 +175,8 @@ def language_server() -> LanguageServer:
             session.look(path)
 
     @server.feature(lsp.TEXT_DOCUMENT_INLAY_HINT)
-    def hints(params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
+    async def hints(params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
+        await session.settled(params.text_document.uri)
         first, last = params.range.start.line, params.range.end.line
         rows = session.rows(params.text_document.uri)
         return [

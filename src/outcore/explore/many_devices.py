@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from outcore.cost.predicted.estimate import estimate
@@ -9,12 +10,29 @@ from outcore.errors import OutcoreError
 from outcore.explore.plan_points import timeline_json
 from outcore.job import Job
 from outcore.machine import Machine
+from outcore.plan_document import Plan
 from outcore.planner import CallWeights
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.plan_job import batch_for, links_of
 from outcore.planner.pipeline.plan_job import plan as make_plan
 
-__all__ = ["pipeline_json"]
+__all__ = ["pipeline_json", "run_prediction"]
+
+
+def run_prediction(job: Job, where: Machine, folder: Path, batch: int | None) -> dict[str, Any] | None:
+    """The step of a run by the plan in its folder, as predicted; None where that is no plan of ranks for this job."""
+    if not (folder / "plan.json").is_file():
+        return None
+    try:
+        plan = Plan.load(folder / "plan.json")
+        graph = job.capture(batch)
+        if plan.graph != graph.fingerprint:
+            return None
+        return timeline_json(
+            predict_timeline(plan, graph, CallWeights.of(graph, estimate(graph, where)), links_of(where))
+        )
+    except (OutcoreError, ValueError):  # a plan of tiles or of a grid has no timeline of ranks
+        return None
 
 
 def pipeline_json(job: Job, where: Machine, devices: int, batch: int | None) -> dict[str, Any]:

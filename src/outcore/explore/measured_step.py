@@ -6,8 +6,8 @@ The job runs in this process alone, which may block, crash or be ended. After on
 they are; then one is watched. Forward, every layer and function is timed under the name that the graph has for it; a
 gradient that arrives at a call's output ends the backward of the call after it and begins its own, so what is
 recomputed or fetched counts for the backward that needs it. What a plan does to saved tensors in forward is told from
-the network by who calls it. Watching takes time of its own, so both times are given: of a step left alone (`alone_s`),
-and of the one on the picture.
+the network by who calls it and by its names. Watching takes time of its own, so both times are given: of a step left
+alone (`alone_s`), and of the one on the picture.
 
 Memory is the allocator's on a GPU; on a CPU the bytes of living tensors, counted in one more step.
 """
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import outcore.memory
 from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.training_network import capture_training
 from outcore.errors import OutcoreError
 from outcore.explore.child_process import leave_with_parent
 from outcore.explore.parts import ExploreSettings
@@ -70,8 +71,12 @@ class _Mark:
 class StepWatcher(TorchFunctionMode):
     """Notes when calls of a model begin and end; the model runs as ever."""
 
-    def __init__(self, model: nn.Module, now: Callable[[], Any], held: Callable[[], int]) -> None:
+    def __init__(
+        self, model: nn.Module, now: Callable[[], Any], held: Callable[[], int], known: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
+        self._known = known
+        """Calls of the network's own, where others call functions in between."""
         self.marks: list[_Mark] = []
         self.phase = "forward"
         self._now, self._held = now, held
@@ -112,13 +117,14 @@ class StepWatcher(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if next(leaves(result, torch.Tensor), None) is None:
             return result
-        if _is_managing():
+        path = self._stack[-1] if self._stack else ""
+        block = f"{path}.{function_name(func)}()" if path else f"{function_name(func)}()"
+        if _is_managing() and f"{block}#{self._counts[block]}" not in self._known:
             again = self.phase == "backward"
             self.marks.append(_Mark("recompute" if again else "encode", function_name(func), *begun))
             self.mark(*(("backward", self._current) if again else ("", "")))
         else:
-            path = self._stack[-1] if self._stack else ""
-            self._call(f"{path}.{function_name(func)}()" if path else f"{function_name(func)}()", begun, result)
+            self._call(block, begun, result)
         return result
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -195,7 +201,8 @@ def measured_step(job: Job, size: int | None, plan: Plan | None, device: torch.d
             watcher.mark("end")
 
     alone = _timed(step, device)
-    found = record_step(model, step, device, _state(model, optimizer, (args, kwargs, target)))
+    known = frozenset(capture_training(job, size).calls) if plan is not None else frozenset()
+    found = record_step(model, step, device, _state(model, optimizer, (args, kwargs, target)), known)
     return timeline_json(found) | {
         "alone_s": alone,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU",
@@ -204,33 +211,43 @@ def measured_step(job: Job, size: int | None, plan: Plan | None, device: torch.d
 
 
 def record_step(
-    model: nn.Module, step: Callable[[StepWatcher], None], device: torch.device, state: Iterable[torch.Tensor]
+    model: nn.Module,
+    step: Callable[[StepWatcher], None],
+    device: torch.device,
+    state: Iterable[torch.Tensor],
+    known: frozenset[str] = frozenset(),
 ) -> Timeline:
     """One step, watched; on a CPU a second one, in which memory is counted."""
     now, seconds, held = _clock(device)
-    watcher = StepWatcher(model, now, held)
+    watcher = StepWatcher(model, now, held, known)
     watcher.mark("")
     step(watcher)
     times = seconds([mark.at for mark in watcher.marks])
-    sizes = [mark.bytes for mark in watcher.marks]
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    held_then = [mark.bytes for mark in watcher.marks]
     if device.type != "cuda":
-        known = list(state)
-        fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in known}.values())
-        counted = LiveBytes(known)
-        again = StepWatcher(model, lambda: 0.0, lambda: counted.live)
+        there = list(state)
+        fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in there}.values())
+        counted = LiveBytes(there)
+
+        def most() -> int:
+            highest = counted.peak
+            counted.restart()
+            return fixed + highest
+
+        again = StepWatcher(model, lambda: 0.0, most, known)
         with counted:
             again.mark("")
             step(again)
         same = [(m.kind, m.name) for m in again.marks] == [(m.kind, m.name) for m in watcher.marks]
-        sizes, peak = ([fixed + m.bytes for m in again.marks], fixed + counted.peak) if same else ([], 0)
+        held_then = [m.bytes for m in again.marks] if same else []
+    sizes = [*held_then[1:], *held_then[-1:]]  # what was held at most until a mark was held since the mark before it
     events = []
     for i, mark in enumerate(watcher.marks[:-1]):
         if mark.kind and times[i + 1] > times[i]:
             name = f"{mark.kind} {mark.name}"
             events.append(Event(0, "compute", mark.kind, name, times[i], times[i + 1], 0, 0))
     highest = times[max(range(len(sizes)), key=sizes.__getitem__)] if sizes else 0.0
-    memory = RankMemory(tuple(times[: len(sizes)]), tuple(sizes), peak, highest, (0,) * len(PARTS))
+    memory = RankMemory(tuple(times[: len(sizes)]), tuple(sizes), max(sizes, default=0), highest, (0,) * len(PARTS))
     return Timeline("measured", tuple(events), (memory,))
 
 
@@ -252,7 +269,7 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
 def _clock(
     device: torch.device,
 ) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]], Callable[[], int]]:
-    """What notes a moment, what turns moments into seconds from the first, and what says how much is held."""
+    """What notes a moment, what makes seconds of moments, and what says the most that was held since it was asked."""
     if device.type != "cuda":
         return time.perf_counter, lambda moments: [t - moments[0] for t in moments], lambda: 0
 
@@ -265,8 +282,12 @@ def _clock(
         torch.cuda.synchronize(device)
         return [1e-3 * moments[0].elapsed_time(t) for t in moments]
 
-    torch.cuda.reset_peak_memory_stats(device)
-    return now, seconds, lambda: torch.cuda.memory_allocated(device)
+    def held() -> int:
+        highest = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(highest)
+
+    return now, seconds, held
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[torch.Tensor]:

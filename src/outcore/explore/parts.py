@@ -20,7 +20,7 @@ from outcore.errors import OutcoreError, PlanError
 from outcore.explore.block_costs import CATEGORIES, block_rows, call_rows, kind_rows
 from outcore.explore.commands import command_rows
 from outcore.explore.line_costs import SourceFile, source_files
-from outcore.explore.many_devices import pipeline_json
+from outcore.explore.many_devices import pipeline_json, run_prediction
 from outcore.explore.plan_points import PlanTable
 from outcore.explore.resized_job import resized_job
 from outcore.explore.size_grid import predict_sizes
@@ -29,7 +29,7 @@ from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_bytes
 from outcore.report.bundle import bundle as graph_bundle
 
-__all__ = ["ExploreSettings", "Explored", "explore_bundle"]
+__all__ = ["ExploreSettings", "Explored", "default_folder", "explore_bundle"]
 
 FORMAT = 1
 
@@ -85,6 +85,9 @@ class Explored:
         yield "plans", self._plans([plain], complete=False)
         if self.settings.devices and self.settings.devices > 1:
             yield "pipeline", pipeline_json(self.job, self.where, self.settings.devices, self.settings.batch)
+        folder = Path(self.settings.run) if self.settings.run else default_folder(self.settings.job)
+        if (predicted := run_prediction(self.job, self.where, folder, self.shown.size)) is not None:
+            yield "predicted_run", predicted
         device = self.where.devices[0]
         limits = {"seconds": self.settings.seconds, "batch": self.shown.size}
         for grid in predict_sizes(self.job, device, self.shown, **limits):  # type: ignore[arg-type]
@@ -182,6 +185,11 @@ class Explored:
             return {"text": step.explain(), "document": step.document().to_json()}
         except (OutcoreError, AssertionError) as error:
             return {"refused": str(error)}
+
+
+def default_folder(job: str) -> Path:
+    """Where `outcore train` keeps the run of a job that is not told otherwise."""
+    return Path("runs") / (Path(job).stem if job.endswith(".py") else job.rpartition(":")[2])
 
 
 def explore_bundle(settings: ExploreSettings) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from outcore.errors import OutcoreError
 from outcore.explore.page import explore_page
-from outcore.explore.parts import ExploreSettings
+from outcore.explore.parts import ExploreSettings, default_folder
 from outcore.explore.supervisor import Limits, Supervisor
-from outcore.explore.watched_run import default_folder, watch_run
+from outcore.explore.watched_run import watch_run
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

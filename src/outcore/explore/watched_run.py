@@ -1,4 +1,4 @@
-"""A training run beside the page: its curves while it goes on, and its last recorded step beside the predicted one.
+"""A training run beside the page: its curves while it goes on, and the step that it recorded last.
 
 Only files of the run's folder are read (`outcore.report.run`); none of the job's code runs. A folder is looked at every
 second, and read again when one of its files has another date or size. A file that is being written is read a second
@@ -16,21 +16,13 @@ from typing import Any
 from outcore.errors import OutcoreError
 from outcore.explore.parts import ExploreSettings
 from outcore.explore.plan_points import timeline_json
-from outcore.graph import Graph
-from outcore.machine import Machine, known
-from outcore.plan_document import Plan
 from outcore.program import load_trace
 from outcore.report.run import read_run
 
-__all__ = ["default_folder", "run_piece", "settings_of_run", "watch_run"]
+__all__ = ["run_piece", "settings_of_run", "watch_run"]
 
 _FILES = ("run.json", "steps.csv", "epochs.csv", "trace.json", "plan.json", "config.yaml")
 _EVERY_S = 1.0
-
-
-def default_folder(job: str) -> Path:
-    """Where `outcore train` keeps the run of a job that is not told otherwise."""
-    return Path("runs") / (Path(job).stem if job.endswith(".py") else job.rpartition(":")[2])
 
 
 def settings_of_run(folder: Path) -> ExploreSettings:
@@ -56,52 +48,23 @@ def settings_of_run(folder: Path) -> ExploreSettings:
     )
 
 
-def run_piece(folder: Path, where: Machine | None = None) -> dict[str, Any] | None:
-    """What the page shows of a run; None where there is none yet.
-
-    Args:
-        folder: of the run.
-        where: the machine for which its last step is predicted; this one by default.
-    """
+def run_piece(folder: Path) -> dict[str, Any] | None:
+    """What the page shows of a run; None where there is none yet."""
     if not (folder / "run.json").is_file():
         return None
-    found = read_run(folder, evaluation=False)
-    return {**found, "folder": str(folder), "timeline": None, "recorded": _recorded(folder, where)}
+    trace = folder / "trace.json"
+    recorded = timeline_json(load_trace(trace)) if trace.is_file() else None
+    return {**read_run(folder, evaluation=False), "folder": str(folder), "timeline": None, "recorded": recorded}
 
 
-def _recorded(folder: Path, where: Machine | None) -> dict[str, Any] | None:
-    """The last step that the run recorded, rank by rank, and the same step as it is predicted."""
-    if not (folder / "trace.json").is_file():
-        return None
-    measured = load_trace(folder / "trace.json")
-    return {"measured": timeline_json(measured), "predicted": _predicted(folder, where)}
-
-
-def _predicted(folder: Path, where: Machine | None) -> dict[str, Any] | None:
-    from outcore.cost.predicted.estimate import estimate
-    from outcore.planner import CallWeights
-    from outcore.planner.pipeline.lower import predict_timeline
-    from outcore.planner.pipeline.plan_job import links_of
-
-    if not (folder / "plan.json").is_file() or not (folder / "graph.json").is_file():
-        return None
-    machine = where or known()
-    try:
-        plan, graph = Plan.load(folder / "plan.json"), Graph.load(folder / "graph.json")
-        weights = CallWeights.of(graph, estimate(graph, machine))
-        return timeline_json(predict_timeline(plan, graph, weights, links_of(machine)))
-    except (OutcoreError, ValueError, KeyError):  # a plan of tiles or of a grid has no timeline of ranks
-        return None
-
-
-async def watch_run(folder: Path, show: Callable[[dict[str, Any]], None], where: Machine | None = None) -> None:
+async def watch_run(folder: Path, show: Callable[[dict[str, Any]], None]) -> None:
     """Call `show` with a run's piece whenever there is something new, until cancelled."""
     seen: Any = None
     while True:
         now = _dates(folder)
         if now != seen and now:
             try:
-                piece = await asyncio.to_thread(run_piece, folder, where)
+                piece = await asyncio.to_thread(run_piece, folder)
                 if piece is not None:
                     show(piece)
                 seen = now

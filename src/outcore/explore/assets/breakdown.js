@@ -20,19 +20,34 @@ class Breakdown {
     this.form = "flame";
     section.classList.add("breakdown");
     this.crumbs = make("div.crumbs");
-    this.canvas = make("div.shapes", { tabIndex: 0, "aria-label": "Blocks by what they take; Backspace goes up" });
+    this.canvas = make("div.shapes", { tabIndex: 0, "aria-label": "Blocks by what they take; arrow keys select, Enter zooms in, Backspace goes up" });
     this.side = make("aside.side");
     const tools = make("div.tools", {},
       choice("What is shown", Object.entries(METRICS).map(([key, { name }]) => [key, name]), this.metric, (key) => { this.metric = key; this.draw(); }),
       choice("Form", [["flame", "Flame"], ["map", "Tree map"]], this.form, (form) => { this.form = form; this.draw(); }), this.crumbs);
     section.append(tools, make("div.split", {}, this.canvas, this.side));
-    this.canvas.addEventListener("keydown", (event) => {
-      if (event.key === "Backspace" && this.root !== "") this.zoom(this.parent(this.root));
-    });
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
     store.on("piece", ({ name }) => name === "costs" && this.draw());
     store.on("select", () => this.mark());
     onResize(this.canvas, () => this.draw());
     this.draw();
+  }
+
+  /** Arrows go to the block around, to the largest inside, and to those beside; Enter shows it alone. */
+  key(event) {
+    const { store } = this, at = store.selected !== null && store.inside(store.selected, this.root) ? store.selected : null;
+    const beside = at === null || at === this.root ? [] : this.children(this.parent(at)), place = beside.indexOf(at);
+    const largest = (path) => this.children(path).reduce((a, b) => (a === null || this.value(b) > this.value(a) ? b : a), null);
+    let next = null;
+    if (event.key === "Backspace" && this.root !== "") this.zoom(this.parent(this.root));
+    else if (event.key === "Enter" && at !== null) this.zoom(this.children(at).length ? at : this.parent(at));
+    else if (event.key === "ArrowDown") next = largest(at ?? this.root);
+    else if (event.key === "ArrowUp" && at !== null && at !== this.root) next = this.parent(at);
+    else if (event.key === "ArrowRight") next = beside[place + 1] ?? null;
+    else if (event.key === "ArrowLeft") next = beside[place - 1] ?? null;
+    else return;
+    if (next !== null) store.select(next, "breakdown");
+    event.preventDefault();
   }
 
   parent(path) {

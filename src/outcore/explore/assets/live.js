@@ -34,6 +34,7 @@ class Live {
     if (network) {
       delete store.data.plans;
       delete store.data.sizes;
+      delete store.data.predicted_run;
       store.hand = null;
       store.measured.clear();
       if (other) Object.assign(store, { batch: null, image: null });

@@ -73,27 +73,46 @@ class Network extends GraphTab {
     panel.children[1]?.after(box);
   }
 
-  value(path) {
-    const { store } = this;
-    if (this.shade === "time") return store.cost(path, "time_s");
-    if (this.shade === "memory") return store.cost(path, "saved_bytes");
-    return 0;
+  /** What a part is coloured by. A block that is called at several places stands there with the calls of each. */
+  value(part) {
+    const { store } = this, path = this.sketch.parts[part].block;
+    if (this.shade !== "time" && this.shade !== "memory") return 0;
+    if (this.places.get(path) > 1) return this.sum(part, this.shade === "time" ? ([, , forward, backward]) => forward + backward : (call) => call[4]);
+    return store.cost(path, this.shade === "time" ? "time_s" : "saved_bytes");
+  }
+
+  sum(part, value) {
+    const inner = this.sketch.flat[part]?.children;
+    if (inner) return inner.reduce((total, child) => total + this.sum(child, value), 0);
+    const call = this.store.callNamed(part);
+    return call ? value(call) : 0;
+  }
+
+  /** At how many places each block stands. */
+  get places() {
+    const { parts } = this.sketch;
+    if (this.counted !== parts) {
+      this.counted = parts;
+      this.counts = new Map();
+      for (const { block } of Object.values(parts)) this.counts.set(block, (this.counts.get(block) ?? 0) + 1);
+    }
+    return this.counts;
   }
 
   /** Colour all boxes; those that come into sight later are coloured when they are made. */
   paint() {
     let most = 1e-12;
-    for (const placed of this.drawing.placed) if (!placed.open) most = Math.max(most, this.value(this.sketch.parts[placed.part].block));
-    this.picture.dress = (group, part) => this.colour(group, this.sketch.parts[part].block, most);
+    for (const placed of this.drawing.placed) if (!placed.open) most = Math.max(most, this.value(placed.part));
+    this.picture.dress = (group, part) => this.colour(group, part, most);
     this.picture.dressAll();
     this.scale(most);
   }
 
-  colour(group, path, most) {
-    const { store } = this;
+  colour(group, part, most) {
+    const { store } = this, path = this.sketch.parts[part].block;
     let fill = "", share = 0;
     if (this.shade === "time" || this.shade === "memory") {
-      share = Math.sqrt(this.value(path) / most);
+      share = Math.sqrt(this.value(part) / most);
       fill = `color-mix(in oklab, var(--hot) ${Math.round(share * 82)}%, var(--cold))`;
     } else if (this.shade === "policy") {
       const row = store.plan?.blocks[path] ?? {};
@@ -106,6 +125,7 @@ class Network extends GraphTab {
       const stage = stages[path] ?? Object.entries(stages).find(([name]) => store.inside(name, path))?.[1];
       fill = stage === undefined ? "var(--cold)" : `color-mix(in oklab, ${STAGES[stage % STAGES.length]} 45%, var(--cold))`;
     }
+    if (group.localName === "rect") group.style.fill = fill;
     for (const rect of group.children) if (rect.localName === "rect" && !rect.classList.contains("inner")) rect.style.fill = fill;
     group.classList.toggle("dark-fill", share > 0.72 && this.shade !== "policy");
   }

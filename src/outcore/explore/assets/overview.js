@@ -204,7 +204,7 @@ class SizePlot {
   constructor(card, host, store, axis) {
     Object.assign(this, { card, host, store, axis });
     this.reading = card.querySelector(".reading");
-    this.plot = new Plot(host, 158, [46, 50, 12, 26]);
+    this.plot = new Plot(host, 158, [46, 56, 12, 26]);
     this.handle = new Handle(host, {
       label: axis === "batch" ? "Batch size" : "Image size, longest side",
       at: (clientX) => this.plot.at(clientX),
@@ -273,7 +273,7 @@ class SizePlot {
     plot.y = left;
     const names = [["memory", held], ["rate", plot.py(rates.at(-1)[1])]].sort((a, b) => a[1] - b[1]);
     const lower = Math.min(Math.max(plot.top + 21, names[1][1] + 4), plot.height - plot.bottom - 1), upper = Math.min(Math.max(plot.top + 8, names[0][1] + 4), lower - 13);
-    names.forEach(([name], i) => plot.add("text", { class: `tick ${name}-name`, x: plot.width - plot.right + 5, y: i ? lower : upper }, name));
+    names.forEach(([name], i) => plot.add("text", { class: `tick ${name}-name`, x: plot.width - plot.right + 11, y: i ? lower : upper }, name));
     const here = at(this.value), value = Math.min(x.max, Math.max(x.min, this.value));
     plot.upright(value, "here");
     this.handle.place(plot.px(value), plot.py(rate(this.value, here)), this.value, `${number(this.value)}${this.axis === "image" ? " px" : ""}`);

@@ -14,10 +14,11 @@ class PlanPanel {
     this.asked = 0;
     section.classList.add("plan");
     this.list = make("div.plan-list", { role: "listbox", tabIndex: 0, "aria-label": "Plans, the fastest first" });
+    this.kinds = make("div.keys");
     this.table = make("div.plan-table");
     this.head = make("div.plan-head");
     this.side = make("aside.side");
-    section.append(make("div.plan-left", {}, make("h2", {}, "Plans, the fastest first"), this.list, make("div.pipeline")), make("div.plan-main", {}, this.head, this.table), this.side);
+    section.append(make("div.plan-left", {}, make("h2", {}, "Plans, the fastest first"), this.kinds, this.list, make("div.pipeline")), make("div.plan-main", {}, this.head, this.table), this.side);
     this.pipeline = section.querySelector(".pipeline");
     this.list.addEventListener("keydown", (event) => {
       const way = { ArrowDown: 1, ArrowUp: -1 }[event.key], next = store.point + way;
@@ -47,6 +48,8 @@ class PlanPanel {
       make("i", {}, point.plain ? "plain training" : point.peak_bytes <= store.capacity ? "" : "larger than the device")));
     if (store.hand) rows.push(make("button.plan-row.hand", { role: "option", "aria-selected": "true", tabIndex: -1 }, make("b", {}, bytesText(store.hand.peak_bytes)), make("span", {}, `${store.hand.over_plain.toFixed(3)}×`), make("span.time", {}, timeText(store.hand.time_s)), policyBar(store.hand.blocks[""]), make("i", {}, "by hand")));
     this.list.replaceChildren(...rows, store.data.plans?.complete ? "" : make("p.note", {}, "searching for more…"));
+    const used = POLICIES.filter((kind) => store.points.some((point) => point.blocks[""]?.[kind]));
+    this.kinds.replaceChildren(...used.map((kind) => make("span", {}, make("i", { style: { background: `var(--${kind})` } }), kind)));
     this.devices();
     if (!plan) {
       this.head.replaceChildren(make("div.waiting", {}, make("b", {}, "Plans are being searched for"), "They appear here one by one."));

@@ -34,7 +34,7 @@ class TimelinePanel {
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.canvas.addEventListener("dblclick", () => this.fit());
     store.on("plan", () => this.show());
-    store.on("piece", ({ name }) => ["plans", "pipeline", "run"].includes(name) && this.show());
+    store.on("piece", ({ name }) => ["plans", "pipeline", "run", "predicted_run"].includes(name) && this.show());
     store.on("select", () => this.draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     onResize(this.host, () => this.draw());
@@ -55,8 +55,9 @@ class TimelinePanel {
 
   /** What is drawn: a predicted timeline, and a measured one beside it where there is one. */
   timelines() {
-    const { store } = this, { pipeline, run } = store.data;
-    if (this.chosen === "run" && run?.recorded) return [run.recorded.predicted, run.recorded.measured];
+    const { store } = this, { pipeline, run, predicted_run: predicted } = store.data;
+    const planned = predicted ?? (pipeline?.timeline?.ranks === run?.recorded?.ranks ? pipeline?.timeline : null);
+    if (this.chosen === "run" && run?.recorded) return [planned ?? null, run.recorded];
     if (this.chosen === "pipeline" && pipeline?.timeline) return [pipeline.timeline, null];
     return [store.plan?.timeline ?? null, store.plan ? store.measured.get(planKey(store.plan)) ?? null : null];
   }

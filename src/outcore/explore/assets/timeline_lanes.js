@@ -66,7 +66,7 @@ function drawEvents(panel, pen, px, width, colour) {
       if (wide > 56) {
         const call = typeof event[3] === "number" ? store.data.costs.calls[event[3]]?.[0] : String(event[3]);
         const name = (call ?? "").replace(/#0$/, ""), fit = Math.floor((wide - 8) / 6);
-        pen.fillStyle = "#ffffff";
+        pen.fillStyle = colour("--card");
         pen.fillText(name.length > fit ? name.slice(0, Math.max(1, fit - 1)) + "…" : name, x1 + 4, y + (panel.tall - 4) / 2 + 4);
       }
     }

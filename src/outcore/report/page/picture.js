@@ -68,8 +68,6 @@ class Picture {
       this.layers[1].replaceChildren(element("path", { class: "wire skip", d: far.skip }));
       this.layers[2].replaceChildren(element("path", { class: "wire", d: far.wire }));
     }
-    this.parts = new Map();
-    for (const group of this.world.querySelectorAll("[data-part]")) this.parts.set(group.dataset.part, group);
     this.mark();
   }
 
@@ -102,9 +100,9 @@ class Picture {
 
   mark() {
     for (const old of this.world.querySelectorAll(".selected, .lit")) old.classList.remove("selected", "lit");
-    if (this.selected !== null) this.parts?.get(this.selected)?.classList.add("selected");
-    if (!this.lit.size) return;
+    if (this.selected === null) return;
     for (const [{ kind, of }, made] of this.shown) {
+      if ((kind === "box" || kind === "frame") && of.part === this.selected) made[0].classList.add("selected");
       if (kind !== "wire" || !(this.lit.has(of.wire) || this.lit.has(of.port))) continue;
       for (const path of made) if (!path.classList.contains("touch")) path.classList.add("lit");
     }
@@ -118,10 +116,8 @@ class Picture {
 
 /** A box or a frame from afar: its outline. */
 function plainElement(placed, sketch, name) {
-  const group = element("g", { class: name, "data-part": placed.part });
-  if (name === "frame" && level(placed.part, sketch) % 2) group.classList.add("odd");
-  group.append(rectElement(placed.x, placed.y, placed.width, placed.height, 4));
-  return group;
+  const odd = name === "frame" && level(placed.part, sketch) % 2 ? " odd" : "", { x, y, width, height, part } = placed;
+  return element("rect", { class: name + odd, "data-part": part, x, y, width, height, rx: 4 });
 }
 
 function frameElement(placed, sketch) {
