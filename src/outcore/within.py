@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 import torch
 from torch import nn
 
+from outcore.compiled.auto import faster_of
 from outcore.compiled.install import compile_within, is_compiled
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
@@ -33,10 +34,9 @@ from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recorder import planning
-from outcore.graph.record.recording import Ref
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes, parse_bytes
-from outcore.memory.chunked_loss.dry_run import loss_stays_lazy
+from outcore.memory.chunked_loss.dry_run import loss_by_rows, output_on_meta
 from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
@@ -88,7 +88,7 @@ def within(
     state: StatePolicy | Mapping[str, Any] | None = None,
     stream: bool | None = None,
     statistics: bool = False,
-    compile: bool = False,
+    compile: bool | Literal["auto"] = False,
     quiet: bool = False,
 ) -> nn.Module:
     """Make a model train within a memory budget; returns the same model.
@@ -133,12 +133,15 @@ def within(
         statistics: accept further passes over the image for norms over the whole of it, when it is streamed.
         compile: forward and backward are torch.compile's kernels, and what is saved between them is chosen under the
             budget (`outcore.compiled`). Compiling takes as long as ever. A model that cannot be compiled is managed as
-            without, and a line says so.
+            without, and a line says so. "auto": whichever trains faster, seen in a few steps of each
+            (`outcore.compiled.auto`).
         quiet: do not say what was chosen.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
+    if compile == "auto":
+        return faster_of(within, dict(locals()))
     from outcore.stream.managed_forward import (
         StreamSettings,
         bytes_on,
@@ -212,7 +215,7 @@ def within(
         order=order,
         quiet=quiet,
         beside_bytes=loss_bytes,
-        loss_by_rows=on_output is not None and _loss_by_rows(graph, on_output),
+        loss_by_rows=on_output is not None and loss_by_rows(graph, on_output),
         margin=margin,
         rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
@@ -375,31 +378,11 @@ class _Loss(nn.Module):
         return self.loss(output)
 
 
-def _output(graph: Graph) -> Any:
-    """What the model returns, on the meta device."""
-
-    def stand_in(ref: Ref) -> Any:
-        value = graph.values.get(ref.name)
-        if value is None:
-            return ref
-        dtype = getattr(torch, value.dtype)
-        return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
-
-    return substitute(graph.executable[1].result, Ref, stand_in) if graph.executable is not None else None
-
-
-def _loss_by_rows(graph: Graph, loss: Callable[[Any], torch.Tensor]) -> bool:
-    """Whether the loss of the largest output never needs it whole."""
-    output = _output(graph)
-    tensors = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.dim() > 1]
-    return bool(tensors) and loss_stays_lazy(loss, output, max(tensors, key=lambda t: t.numel()))
-
-
 def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int:
     """What the loss holds beside the model's output, which may be any structure of tensors."""
     if loss is None or graph.executable is None:
         return 0
-    output = _output(graph)
+    output = output_on_meta(graph)
     try:
         alone = capture(_Loss(loss, graph_device(graph)), (output,))
         curve = memory_curve(alone, account(alone), optimizer=0.0)

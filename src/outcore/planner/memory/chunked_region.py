@@ -2,7 +2,7 @@
 
 A region begins with a product with a weight (the logits of a language model) and goes on with operations that treat
 every row by itself, until sums over all rows, or a few numbers of each, are left. Nothing else may read what is in
-between; the model may return it. Run in chunks (`outcore.memory.chunked_loss`), none of it is ever whole: the step holds
+between; the model may return it. Run in chunks (`outcore.memory.chunked_loss`), none of it is ever whole: a step has
 a chunk, and from the sum on the gradients of the layer's operands, which are made in the same chunk:
 
     plain    | logits ---- log-probabilities ---- their gradient |        rows x columns, each
