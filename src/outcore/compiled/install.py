@@ -95,7 +95,7 @@ def _head(
         return None
     region = replace(region, chunks=min(region.rows, _CHUNKS))
     shape = graph.values[graph.calls[region.head].outputs[0]].shape
-    return HeadApart(tuple(shape), region.rows_per_chunk, region.chunk_bytes + region.operand_bytes)
+    return HeadApart(tuple(shape), region.rows_per_chunk, region.chunk_bytes + region.operand_bytes + region.wide_bytes)
 
 
 def is_compiled(forward: Any) -> TypeGuard[CompiledForward]:
