@@ -124,7 +124,8 @@ def within(
             (`outcore.memory.cuda_graphs.choose`).
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
             another order: fused norms, and on a GPU images with their channels last inside the network, each where
-            that is faster, and convolutions of more than 2^31 numbers in bands of rows.
+            that is faster, convolutions of more than 2^31 numbers in bands of rows, and the last layer with its loss in
+            chunks of rows (`outcore.memory.chunked_loss`), where that fits or is faster.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
             updated (`outcore.planner.memory.state_policy.StatePolicy`); needs the optimizer itself. Without it they
             leave the device if the optimizer was given and nothing else meets the budget, or only slower.
