@@ -194,6 +194,34 @@ def test_a_last_layer_apart_from_the_compiled_rest() -> None:
     _same_step(model, plain, tokens)
 
 
+class UnderAutocast(Tokens):
+    """In bfloat16 where that is allowed."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and logits."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, logits = super().forward(tokens)
+        return loss * 2, logits
+
+
+def test_a_last_layer_apart_under_autocast() -> None:
+    torch.manual_seed(0)
+    model, tokens = UnderAutocast(), torch.randint(0, 2003, (8, 32))
+    plain = copy.deepcopy(model)
+    head = HeadApart((8, 32, 2003), 32, 0)
+    install_compiled_forward(
+        model, (tokens,), {}, CompileSettings(None, OptimizerCost.of(0.0, "cpu"), kernels=False, head=head)
+    )
+    (ours, lazy), (theirs, logits) = model(tokens), plain(tokens)
+    assert isinstance(lazy, LazyRows) and lazy.dtype == logits.dtype == torch.bfloat16 and ours.dtype == theirs.dtype
+    assert torch.allclose(ours, theirs, rtol=1e-2) and torch.allclose(lazy.float(), logits.float(), atol=0.1)
+    for loss in (ours, theirs):
+        loss.backward()
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert (one.grad - two.grad).abs().max() < 0.03 * one.grad.abs().max()
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_a_last_layer_that_does_not_fit_runs_in_chunks() -> None:

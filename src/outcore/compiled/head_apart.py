@@ -8,7 +8,7 @@ is left of the budget; the last layer, and all that depends on its result, run a
     traced graph:  tokens ──▶ … blocks … ──▶ hidden │ ──▶ linear ──▶ … ──▶ cross entropy
                           compiled, planned         │        chunks of rows
 
-A graph that writes in place or changes modes after the last layer is left whole: then the cut could change the order.
+A graph that writes in place after the last layer is left whole: then the cut could change the order.
 """
 
 from __future__ import annotations
@@ -81,16 +81,19 @@ def _head_of(graph: fx.Graph, head: HeadApart) -> fx.Node | None:
         if later.op not in ("call_function", "call_method", "output", "get_attr"):
             return None
         name = later.target if isinstance(later.target, str) else getattr(later.target, "__name__", "")
-        if later.op != "output" and (
-            name.endswith("_") or name == "setitem" or name in _MODES or later.kwargs.get("out")
-        ):
+        if later.op != "output" and (name.endswith("_") or name == "setitem" or later.kwargs.get("out")):
             return None
         if later.kwargs.get("inplace"):
             return None
     return node
 
 
-_MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "enter_autocast", "exit_autocast"}
+_MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled"}
+"""What changes the modes that later calls run under: both parts have it."""
+
+
+def _is_mode(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _MODES
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -135,7 +138,7 @@ def _cut(
     for node in needed_values:
         in_second[node] = second.placeholder(node.name)
     for node in graph.graph.nodes:
-        if node in constant or node in after:
+        if node in constant or node in after or _is_mode(node):
             in_second[node] = second.node_copy(node, in_second.__getitem__)
     in_second[head].target = _Head(rows_per_chunk)
     ends = list(dict.fromkeys(n for n in returned if not isinstance(n, fx.Node) or n in after))
