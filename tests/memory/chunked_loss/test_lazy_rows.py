@@ -47,6 +47,7 @@ def test_programs(writes: bool) -> None:
     assert not wrong
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_read_without_gradients_saved_and_copied(tmp_path: Path) -> None:
     x, weight = torch.randn(6, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     wanted, logits = F.linear(x, weight), _lazy(x, weight, None)
