@@ -39,23 +39,14 @@ class HeadApart:
     """What its chunks and the gradients of its operands take."""
 
 
-def with_head_apart(backend: Backend, head: HeadApart, found: list[bool] | None = None) -> Backend:
-    """A backend of torch.compile that gives another one all but the last layer and what depends on it.
-
-    Args:
-        backend: compiles the rest.
-        head: the layer.
-        found: gets an entry for every graph that was cut.
-    """
+def with_head_apart(backend: Backend, head: HeadApart) -> Backend:
+    """A backend of torch.compile that gives another one all but the last layer and what depends on it."""
 
     def compile_rest(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         node = _head_of(graph.graph, head)
         if node is None:
             return backend(graph, inputs)
-        cut = _cut(graph, node, head.rows_per_chunk)
-        if found is not None:
-            found.append(True)
-        body, tail, to_tail, results = cut
+        body, tail, to_tail, results = _cut(graph, node, head.rows_per_chunk)
         compiled = backend(body, inputs)
 
         def apart(*given: Any) -> Any:

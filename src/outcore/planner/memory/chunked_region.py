@@ -195,6 +195,6 @@ def _is_head(graph: Graph, call: Call) -> bool:
     if len(shape) < 2 or shape[-1] < 2:
         return False
     if block.kind != "module":
-        return len(call.inputs) == 1 and bool(call.parameters) and block.type == "linear"
+        return len(call.inputs) == 1 and bool(call.parameters)
     module = graph.module.model.get_submodule(call.block)
     return type(module) is nn.Linear and not hooks_of(module) and len(call.inputs) == 1
