@@ -77,7 +77,7 @@ def test_drawn_models(seeds: range) -> None:
         try:
             outcore.within(model, (tokens,), memory="60%", **asked)
         except outcore.OutcoreError:  # its last layer stays whole, and needs more
-            outcore.within(model, (tokens,), memory="98%", **asked)
+            outcore.within(model, (tokens,), memory="120%", **asked)
         assert isinstance(outcore.memory_plan(model), MemoryPlan)
         for _ in range(2):
             results = [each(tokens) for each in (plain, model)]
