@@ -66,7 +66,7 @@ class Drawn(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3), *(pytest.param(range(k, k + 10), marks=pytest.mark.slow) for k in range(3, 43, 10))], ids=str
+    "seeds", [range(1), *(pytest.param(range(k, k + 10), marks=pytest.mark.slow) for k in range(1, 41, 10))], ids=str
 )
 def test_drawn_models(seeds: range) -> None:
     tokens = torch.randint(0, CLASSES, (6, 16), generator=torch.Generator().manual_seed(3))
