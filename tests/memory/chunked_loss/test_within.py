@@ -56,7 +56,7 @@ def _peak(model: nn.Module, tokens: torch.Tensor) -> int:
         p.grad = None
     with LiveBytes() as live:
         model(tokens=tokens, labels=tokens)["loss"].backward()
-    return live.peak
+    return int(live.peak)
 
 
 @pytest.mark.parametrize(
