@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--cases", default="resnet50,gpt")
     parser.add_argument("--budgets", default="1.0,0.5,0.1")
     parser.add_argument("--ours", default="1.0,0.6,0.4")
+    parser.add_argument("--eager", default="")
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--overhead", action="store_true")
@@ -169,7 +170,7 @@ def main() -> None:
     for name in asked.cases.split(","):
         plain = add(name, "plain", measured(name, asked.device, lambda m, a, k, o: m))
         base = plain.get("peak_bytes", 0)
-        for text in asked.ours.split(","):
+        for text in filter(None, asked.ours.split(",")):
             if time.monotonic() > end:
                 break
             budget = int(float(text) * base)
@@ -178,7 +179,17 @@ def main() -> None:
                 return outcore.within(m, a, k, memory=budget, compile=True, optimizer=o)
 
             add(name, "ours", measured(name, asked.device, ours, budget), budget_bytes=budget, share=float(text))
-        for text in asked.budgets.split(","):
+        for text in filter(None, asked.eager.split(",")):
+            if time.monotonic() > end:
+                break
+            budget = int(float(text) * base)
+
+            def by_call(m: nn.Module, a: Any, k: Any, o: Any, budget: int = budget) -> nn.Module:
+                return outcore.within(m, a, k, memory=budget, exact="reassociated", optimizer=o)
+
+            row = measured(name, asked.device, by_call, budget)
+            add(name, "ours, not compiled", row, budget_bytes=budget, share=float(text))
+        for text in filter(None, asked.budgets.split(",")):
             if time.monotonic() > end:
                 break
             with torch._functorch.config.patch(activation_memory_budget=float(text)):

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 import torch
 from torch import nn
 
+from outcore.compiled.auto import faster_of
 from outcore.compiled.install import compile_within, is_compiled
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.cost.predicted.loss_memory import loss_bytes_of, output_of
+from outcore.cost.predicted.loss_memory import loss_bytes_of
 from outcore.cost.predicted.rough import without_gaps
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
@@ -34,7 +35,7 @@ from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recorder import planning
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes, parse_bytes
-from outcore.memory.chunked_loss.dry_run import loss_stays_lazy
+from outcore.memory.chunked_loss.dry_run import loss_by_rows
 from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
@@ -86,7 +87,7 @@ def within(
     state: StatePolicy | Mapping[str, Any] | None = None,
     stream: bool | None = None,
     statistics: bool = False,
-    compile: bool = False,
+    compile: bool | Literal["auto"] = False,
     quiet: bool = False,
 ) -> nn.Module:
     """Make a model train within a memory budget; returns the same model.
@@ -122,7 +123,8 @@ def within(
             (`outcore.memory.cuda_graphs.choose`).
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
             another order: fused norms, and on a GPU images with their channels last inside the network, each where
-            that is faster, and convolutions of more than 2^31 numbers in bands of rows.
+            that is faster, convolutions of more than 2^31 numbers in bands of rows, and the last layer with its loss in
+            chunks of rows (`outcore.memory.chunked_loss`), where that fits or is faster.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
             updated (`outcore.planner.memory.state_policy.StatePolicy`); needs the optimizer itself. Without it they
             leave the device if the optimizer was given and nothing else meets the budget, or only slower.
@@ -131,12 +133,15 @@ def within(
         statistics: accept further passes over the image for norms over the whole of it, when it is streamed.
         compile: forward and backward are torch.compile's kernels, and what is saved between them is chosen under the
             budget (`outcore.compiled`). Compiling takes as long as ever. A model that cannot be compiled is managed as
-            without, and a line says so.
+            without, and a line says so. "auto": whichever trains faster, seen in a few steps of each
+            (`outcore.compiled.auto`).
         quiet: do not say what was chosen.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
+    if compile == "auto":
+        return faster_of(within, dict(locals()))
     from outcore.stream.managed_forward import (
         StreamSettings,
         bytes_on,
@@ -210,7 +215,7 @@ def within(
         order=order,
         quiet=quiet,
         beside_bytes=loss_bytes,
-        loss_by_rows=on_output is not None and _loss_by_rows(graph, on_output),
+        loss_by_rows=on_output is not None and loss_by_rows(graph, on_output),
         margin=margin,
         rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
@@ -358,13 +363,6 @@ def graph_device(graph: Graph) -> torch.device:
     """Where the model of a graph is."""
     first = next(iter((*graph.module.model.parameters(), *graph.module.model.buffers())), None)
     return first.device if first is not None else torch.device("cpu")
-
-
-def _loss_by_rows(graph: Graph, loss: Callable[[Any], torch.Tensor]) -> bool:
-    """Whether the loss of the largest output never needs it whole."""
-    output = output_of(graph)
-    tensors = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.dim() > 1]
-    return bool(tensors) and loss_stays_lazy(loss, output, max(tensors, key=lambda t: t.numel()))
 
 
 def _budget(memory: str | int | None) -> tuple[float | None, int | None]:

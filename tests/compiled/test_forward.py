@@ -14,10 +14,13 @@ from torch import nn
 
 import outcore
 from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
+from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.measured_peak import measured_peak
 from outcore.compiled.plan import CompiledPlan
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
+from outcore.memory.chunked_loss.lazy_rows import LazyRows
+from outcore.planner.memory.plan import MemoryPlan
 from tests.compiled.oracle import BOUND, step, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -150,3 +153,105 @@ def test_dropout_draws_what_torch_compile_draws_whatever_is_made_again(share: st
     model = outcore.within(model, (images,), memory=share, compile=True, optimizer=0.0, quiet=True)
     assert isinstance(outcore.memory_plan(model), CompiledPlan)
     assert worst(step(model, model, (images,), {}), theirs) < BOUND
+
+
+class Tokens(nn.Module):
+    """Tokens to a loss and logits, with one weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2003, 16)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+        self.head = nn.Linear(16, 2003, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and logits."""
+        logits = self.head(self.blocks(self.embed(tokens)))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), logits
+
+
+def _same_step(model: nn.Module, plain: nn.Module, tokens: torch.Tensor) -> None:
+    for each in (plain, model):
+        loss, logits = each(tokens)
+        (3 * loss).backward()
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert torch.allclose(one.grad, two.grad, rtol=0, atol=1e-10)
+    assert torch.allclose(logits, plain(tokens)[1], rtol=0, atol=1e-10)
+    with torch.no_grad():
+        assert torch.allclose(model(tokens)[1], plain(tokens)[1], rtol=0, atol=1e-10)
+
+
+def test_a_last_layer_apart_from_the_compiled_rest() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tokens().double(), torch.randint(0, 2003, (8, 32))
+    plain = copy.deepcopy(model)
+    head = HeadApart((8, 32, 2003), 32, 0)
+    install_compiled_forward(
+        model, (tokens,), {}, CompileSettings(None, OptimizerCost.of(0.0, "cpu"), kernels=False, head=head)
+    )
+    assert isinstance(model(tokens)[1], LazyRows)
+    _same_step(model, plain, tokens)
+
+
+class UnderAutocast(Tokens):
+    """In bfloat16 where that is allowed."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and logits."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, logits = super().forward(tokens)
+        return loss * 2, logits
+
+
+def test_a_last_layer_apart_under_autocast() -> None:
+    torch.manual_seed(0)
+    model, tokens = UnderAutocast(), torch.randint(0, 2003, (8, 32))
+    plain = copy.deepcopy(model)
+    head = HeadApart((8, 32, 2003), 32, 0)
+    install_compiled_forward(
+        model, (tokens,), {}, CompileSettings(None, OptimizerCost.of(0.0, "cpu"), kernels=False, head=head)
+    )
+    (ours, lazy), (theirs, logits) = model(tokens), plain(tokens)
+    assert isinstance(lazy, LazyRows) and lazy.dtype == logits.dtype == torch.bfloat16 and ours.dtype == theirs.dtype
+    assert torch.allclose(ours, theirs, rtol=1e-2) and torch.allclose(lazy.float(), logits.float(), atol=0.1)
+    for loss in (ours, theirs):
+        loss.backward()
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert (one.grad - two.grad).abs().max() < 0.03 * one.grad.abs().max()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_last_layer_that_does_not_fit_runs_in_chunks() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tokens().double(), torch.randint(0, 2003, (8, 32))
+    plain = copy.deepcopy(model)
+    outcore.within(model, (tokens,), memory="30%", compile=True, optimizer=0.0, quiet=True)
+    plan = outcore.memory_plan(model)
+    assert isinstance(plan, CompiledPlan) and plan.chunk_rows is not None and plan.measured_bytes is not None
+    assert plan.budget_bytes is not None and plan.measured_bytes <= plan.budget_bytes
+    _same_step(model, plain, tokens)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("memory", ["70%", None])
+def test_auto_trains_as_plain_whichever_it_chooses(memory: str | None) -> None:
+    model: nn.Module = chain()
+    images, plain = torch.randn(256, 64, dtype=torch.float64), copy.deepcopy(model)
+    outcore.within(model, (images,), memory=memory, compile="auto", optimizer=0.0, quiet=True)
+    assert isinstance(outcore.memory_plan(model), (CompiledPlan, MemoryPlan))
+    assert all(torch.equal(one, two) for one, two in zip(model.buffers(), plain.buffers(), strict=True))
+    assert worst(step(model, model, (images,), {}), step(plain, plain, (images,), {})) < BOUND
+
+
+def test_auto_refuses_with_the_smaller_budget_of_both() -> None:
+    model = chain()
+    with pytest.raises(PlanError, match="cannot be done within"):
+        outcore.within(
+            model, (torch.randn(8, 64, dtype=torch.float64),), memory=1000, compile="auto", optimizer=0.0, quiet=True
+        )
+    assert "forward" not in model.__dict__

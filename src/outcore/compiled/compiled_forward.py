@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
 from outcore.compiled.measured_peak import measured_peak
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
@@ -35,7 +36,7 @@ from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 
-__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
+__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward", "total_of", "with_content"]
 
 _COMPILATIONS = 3
 _STEPS = 2
@@ -61,6 +62,8 @@ class CompileSettings:
     """Inductor's; else the graphs run operation by operation."""
     options: tuple[tuple[str, Any], ...] = ()
     """Of Inductor."""
+    head: HeadApart | None = None
+    """The last layer, where it runs apart."""
 
 
 @dataclass
@@ -113,9 +116,11 @@ class CompiledForward:
 
     def entry(self, budget_bytes: int | None, known: list[Piece] | None = None) -> _Entry:
         """The model, to be compiled when it is called first."""
-        chooser = PieceChooser(budget_bytes, self.rates, known or (), self.settings.loss_bytes)
+        head = self.settings.head
+        beside = self.settings.loss_bytes if head is None else head.held_bytes
+        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside)
         run = compile_planned(
-            self.inner, Partitioner(chooser), kernels=self.settings.kernels, **dict(self.settings.options)
+            self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **dict(self.settings.options)
         )
         return _Entry(run, chooser)
 
@@ -146,7 +151,7 @@ class CompiledForward:
             CompilationError: torch.compile cannot do it.
             PlanError: the budget is too small.
         """
-        args, kwargs = _with_content(args, kwargs, self.device)
+        args, kwargs = with_content(args, kwargs, self.device)
         own, update = self.own_bytes(args, kwargs)
         budget = self.settings.budget_bytes
         if budget is not None and own + update > budget:
@@ -231,7 +236,7 @@ class CompiledForward:
         def step() -> None:
             output = entry.run(*args, **kwargs)
             loss = self.settings.loss
-            value = loss(output) if loss is not None else _total(output)
+            value = loss(output) if loss is not None else total_of(output)
             with torch.autocast(self.device.type, enabled=False):
                 value.backward()
             del output, value
@@ -272,6 +277,7 @@ class CompiledForward:
             saved_bytes=sum(p.saved_bytes for p in chosen),
             again=sum(p.again for p in pieces),
             compile_s=self.compile_s,
+            chunk_rows=self.settings.head.rows_per_chunk if self.settings.head is not None else None,
         )
 
 
@@ -333,7 +339,7 @@ def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
     return refused
 
 
-def _with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments to run with: numbers where only shapes were given."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -351,7 +357,7 @@ def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
 
 
-def _total(output: Any) -> torch.Tensor:
+def total_of(output: Any) -> torch.Tensor:
     """The sum of all results that lead back to parameters."""
     found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
     if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -13,13 +14,20 @@ from outcore.compiled.plan import CompiledPlan
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import memory_curve
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.record.capture import arguments_as_called
+from outcore.memory.chunked_loss.dry_run import loss_by_rows, stays_lazy
+from outcore.planner.memory.chunked_region import find_region
 
 if TYPE_CHECKING:
     from outcore.compiled.compiled_forward import CompiledForward
+    from outcore.compiled.head_apart import HeadApart
 
 __all__ = ["compile_within", "is_compiled"]
+
+_CHUNKS = 16
+"""Of a last layer that runs apart."""
 
 
 def compile_within(
@@ -57,14 +65,37 @@ def compile_within(
     if isinstance(budget, float):
         budget = int(budget * plain_bytes)
     settings = CompileSettings(budget, optimizer, loss, loss_bytes, plain_bytes)
+    call = arguments_as_called(model, args, kwargs)
     if not quiet:
         print("outcore: compiling; this takes from seconds to minutes", file=sys.stderr)
     try:
-        return install_compiled_forward(model, *arguments_as_called(model, args, kwargs), settings)
+        try:
+            return install_compiled_forward(model, *call, settings)
+        except PlanError as refused:
+            if (head := _head(graph, model, loss_bytes, loss)) is None:
+                raise
+            if not quiet:
+                print(f"outcore: {refused}; now with its last layer in chunks", file=sys.stderr)
+            return install_compiled_forward(model, *call, replace(settings, head=head))
     except CompilationError as error:
         if not quiet:
             print(f"outcore: not compiled, managed as without compile=True: {error}", file=sys.stderr)
         return None
+
+
+def _head(
+    graph: Graph, model: nn.Module, loss_bytes: int, loss: Callable[[Any], torch.Tensor] | None
+) -> HeadApart | None:
+    """The last layer of a model, if it and its loss can run in chunks."""
+    from outcore.compiled.head_apart import HeadApart
+
+    by_rows = loss is not None and loss_by_rows(graph, loss)
+    region = find_region(graph, account(graph), loss_bytes=loss_bytes, loss_after=by_rows)
+    if region is None or not stays_lazy(region, graph, model):
+        return None
+    region = replace(region, chunks=min(region.rows, _CHUNKS))
+    shape = graph.values[graph.calls[region.head].outputs[0]].shape
+    return HeadApart(tuple(shape), region.rows_per_chunk, region.chunk_bytes + region.operand_bytes + region.wide_bytes)
 
 
 def is_compiled(forward: Any) -> TypeGuard[CompiledForward]:

@@ -37,6 +37,8 @@ class CompiledPlan:
     """Values of the forward that the backward makes again."""
     compile_s: float
     """What compiling took."""
+    chunk_rows: int | None = None
+    """Rows of a chunk, where the last layer and its loss run apart in chunks."""
 
     exactness = "reassociated"
 
@@ -60,6 +62,10 @@ class CompiledPlan:
             f"  {format_bytes(self.saved_bytes)} saved for the backward, {self.again} values made again in it; results "
             "are reassociated, and random numbers are those of torch.compile",
         ]
+        if self.chunk_rows is not None:
+            lines.append(
+                f"  the last layer and its loss are not compiled: they run in chunks of {self.chunk_rows} rows"
+            )
         if self.measured_bytes is not None:
             lines.append(f"  measured {format_bytes(self.measured_bytes)} in a step before training")
         if self.corrected_bytes:

@@ -29,6 +29,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from outcore.compiled.head_apart import HeadApart, with_head_apart
 from outcore.errors import OutcoreError
 
 __all__ = ["CompilationError", "Partition", "Partitioner", "compile_planned", "support"]
@@ -199,7 +200,12 @@ def _draws_nothing(node: fx.Node) -> bool:
 
 
 def compile_planned(
-    function: Callable[..., Any], partitioner: Partitioner, *, kernels: bool = True, **options: Any
+    function: Callable[..., Any],
+    partitioner: Partitioner,
+    *,
+    kernels: bool = True,
+    head: HeadApart | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """`torch.compile` with our partitioner; every shape is compiled for itself.
 
@@ -207,6 +213,7 @@ def compile_planned(
         function: what to compile.
         partitioner: ours.
         kernels: whether Inductor makes kernels; else the two graphs run operation by operation.
+        head: the last layer, where it runs apart.
         options: of Inductor.
 
     Raises:
@@ -215,12 +222,25 @@ def compile_planned(
     if (why := support()) is not None:
         raise CompilationError(why)
     compiled: Callable[..., Any]
-    if kernels:
-        settings = {"custom_partitioner_fn": partitioner, **options}
+    settings = {"custom_partitioner_fn": partitioner, **options}
+    if kernels and head is None:
         compiled = torch.compile(function, dynamic=False, options=settings)
-    else:
-        compiled = torch.compile(function, dynamic=False, backend=_graphs_as_they_are(partitioner))
+        return compiled
+    backend = _inductor(settings) if kernels else _graphs_as_they_are(partitioner)
+    if head is not None:
+        backend = with_head_apart(backend, head)
+    compiled = torch.compile(function, dynamic=False, backend=backend)
     return compiled
+
+
+def _inductor(settings: dict[str, Any]) -> Any:
+    """Inductor as a backend that a graph can be handed to."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(graph, inputs, config_patches=settings)
+
+    return backend
 
 
 def _graphs_as_they_are(partitioner: Partitioner) -> Any:

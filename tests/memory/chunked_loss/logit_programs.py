@@ -203,13 +203,18 @@ def lose(run: Run) -> None:
     run.losses.append(run.draw.choice(options)() * run.draw.choice([1.0, 1.0, 0.3, 1024.0]))
 
 
+def _retaining(t: torch.Tensor) -> torch.Tensor:
+    t.retain_grad()
+    return t
+
+
 def hook(run: Run) -> None:
     t = run.any()
     if t.requires_grad and not run.wrote:  # torch itself fails with hooks on what is written into
         options: list[Callable[[], Any]] = [
             lambda: t.register_hook(lambda grad: run.see(grad)),
             lambda: t.register_hook(lambda grad: 2 * grad),
-            lambda: (t.retain_grad(), run.pool.append(t)),
+            lambda: run.pool.append(_retaining(t)),
         ]
         run.draw.choice(options)()
         run.hooked = True

@@ -56,10 +56,12 @@ def _peak(model: nn.Module, tokens: torch.Tensor) -> int:
         p.grad = None
     with LiveBytes() as live:
         model(tokens=tokens, labels=tokens)["loss"].backward()
-    return live.peak
+    return int(live.peak)
 
 
-@pytest.mark.parametrize("kind", [{}, {"tied": False, "bias": True}, {"cap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"cap": 5.0}, pytest.param({"tied": False, "bias": True}, marks=pytest.mark.slow)], ids=str
+)
 def test_gradients_and_peak_of_a_model_with_its_loss(kind: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain, tokens = Language(**kind).double(), _tokens()

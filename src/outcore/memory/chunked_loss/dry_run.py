@@ -1,24 +1,26 @@
 """Whether a region that the planner found really runs in chunks: tried on tensors without memory.
 
-Names of operations tell little of what their arguments say (a softmax over columns, or over rows). So the recorded calls
+Names of operations do not tell what their arguments say (a softmax over columns, or over rows). So the recorded calls
 of the region are run on the meta device with a lazy result of the layer, by the very code that runs in training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from outcore.cost.predicted.loss_memory import output_of
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves, substitute
 from outcore.memory.chunked_loss.lazy_rows import LazyRows, lazy_linear
 from outcore.planner.memory.chunked_region import ChunkedRegion
 
-__all__ = ["loss_stays_lazy", "stays_lazy"]
+__all__ = ["loss_by_rows", "stays_lazy"]
 
 
 def stays_lazy(region: ChunkedRegion, graph: Graph, model: nn.Module) -> bool:
@@ -51,13 +53,18 @@ def stays_lazy(region: ChunkedRegion, graph: Graph, model: nn.Module) -> bool:
     return all(isinstance(value, LazyRows) and value.is_lazy for value in (lazy, *inside))
 
 
-def loss_stays_lazy(loss: Any, output: Any, at: torch.Tensor) -> bool:
-    """Whether a loss of the model's output, given on the meta device, does not make one of its tensors whole."""
-    lazy = _lazy(tuple(at.shape), at.dtype, at.numel())
+def loss_by_rows(graph: Graph, loss: Callable[[Any], Any]) -> bool:
+    """Whether a loss of the model's output never needs its largest tensor whole."""
+    output = output_of(graph)
+    tensors = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.dim() > 1]
+    if not tensors:
+        return False
+    largest = max(tensors, key=lambda t: t.numel())
+    lazy = _lazy(tuple(largest.shape), largest.dtype, largest.numel())
     try:
         with torch.enable_grad():
-            found = loss(substitute(output, torch.Tensor, lambda t: lazy if t is at else t))
-    except Exception:
+            found = loss(substitute(output, torch.Tensor, lambda t: lazy if t is largest else t))
+    except Exception:  # the loss is the user's, and may read numbers that are not there
         return False
     return isinstance(lazy, LazyRows) and lazy.is_lazy and isinstance(found, torch.Tensor) and not found.shape
 

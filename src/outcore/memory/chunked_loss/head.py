@@ -86,6 +86,16 @@ class Head:
         return self.rows.to(self.dtype), self.weight.to(self.dtype), bias
 
 
+def _product(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """A product of half-precision matrices that is not rounded before it is added to others."""
+    if not one.is_cuda:
+        return one.float() @ two.float()
+    try:
+        return torch.mm(one, two, out_dtype=torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):  # an older library, or an odd shape
+        return one @ two
+
+
 class OperandGradients:
     """Gradients of a head's operands, added up chunk by chunk."""
 
@@ -109,7 +119,7 @@ class OperandGradients:
             if self.weight.dtype == grad.dtype:
                 self.weight.addmm_(grad.t(), x)
             else:
-                self.weight += grad.t() @ x
+                self.weight += _product(grad.t(), x)
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
 

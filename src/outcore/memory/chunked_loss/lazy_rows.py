@@ -17,6 +17,7 @@ tensors are made as views of what was made whole, so that writing in place is se
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -120,7 +121,7 @@ class LazyRows(LazyTensor):
         if self._whole is not None:
             return self._whole.detach()
         if self._raw is None:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with _training(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 if self.op is not None and self.parent is not None and self.op.is_view:
                     self._raw = self.op.as_called(self.parent.raw())
                 else:
@@ -151,7 +152,8 @@ class LazyRows(LazyTensor):
     def whole(self) -> torch.Tensor:
         """The tensor itself, with its place in the graph."""
         if self._whole is None:
-            with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(self.requires_grad):
+            modes = _training(), torch._C.DisableTorchFunctionSubclass()
+            with modes[0], modes[1], torch.set_grad_enabled(self.requires_grad):
                 seen = self._as_view()
                 self._whole = seen if seen is not None else _node(self)
                 if self.retains_grad:
@@ -237,6 +239,11 @@ class LazyRows(LazyTensor):
             given = tree_map(number, args), tree_map(number, kwargs or {})
         result = func(*given[0], **given[1])
         return tree_map(lambda value: swapped.get(id(value), value), result)
+
+
+def _training() -> contextlib.AbstractContextManager[Any]:
+    """Outside of inference mode, whose tensors could not be differentiated later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def _node(tensor: LazyRows) -> torch.Tensor:

@@ -122,8 +122,7 @@ def _row_op(
         if kwargs.get("inplace") or kwargs.get("out") is not None:
             return None
         if name in SOFTMAX:
-            dims = _softmax_dim(func, like, args, kwargs)
-            if dims != layout.dim:
+            if _softmax_dim(like, args, kwargs) != layout.dim:
                 return None
             call = getattr(torch, name)
             to = kwargs.get("dtype")
@@ -190,7 +189,7 @@ def _scales(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(args) == 1 and isinstance(args[0], (int, float)) and not set(kwargs) - {"alpha", "rounding_mode"}
 
 
-def _softmax_dim(func: Callable[..., Any], like: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> int | None:
+def _softmax_dim(like: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> int | None:
     dim = kwargs.get("dim", args[0] if args else None)
     if not isinstance(dim, int) or len(args) > 1 or set(kwargs) - {"dim", "dtype", "_stacklevel"}:
         return None
@@ -218,13 +217,14 @@ def _arranged(
         leading = tuple(made.shape[:-1])
         index = layout.index.reshape(leading) if layout.index is not None else None
         return RowLayout(index, leading, len(leading))
-    if name in INDEXING and not _spares(name, func, layout.dim, like.dim(), args, kwargs):
-        return None
-    sizes = [2] * like.dim()
-    sizes[layout.dim] = 3  # where the columns go
     if name in INDEXING:
-        dim = _columns_after(args[0] if name == "getitem" else (), layout.dim, like.dim(), name, args, kwargs)
+        found = _columns_after(name, layout.dim, like.dim(), args, kwargs)
+        if found is None:
+            return None
+        dim = found
     else:
+        sizes = [2] * like.dim()
+        sizes[layout.dim] = 3  # where the columns go
         dim = list(func(torch.empty(sizes, device="meta"), *args, **kwargs).shape).index(3)
     index = func(layout.indices().unsqueeze(layout.dim), *args, **kwargs)
     if index.dim() != made.dim() or index.shape[dim] != 1 or made.shape[dim] != columns:
@@ -233,22 +233,14 @@ def _arranged(
     return RowLayout(index.squeeze(dim), leading, dim)
 
 
-def _spares(name: str, func: Callable[..., Any], dim: int, dims: int, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether an indexing leaves columns as they are."""
+def _columns_after(name: str, dim: int, dims: int, args: tuple[Any, ...], kwargs: Any) -> int | None:
+    """The dimension of the columns after an indexing; none if it is indexed itself."""
     if name == "getitem":
-        return _position(args[0], dim, dims) is not None
+        return _position(args[0], dim, dims)
     given = kwargs.get("dim", args[0] if args else None)
-    return isinstance(given, int) and given % dims != dim
-
-
-def _columns_after(key: Any, dim: int, dims: int, name: str, args: tuple[Any, ...], kwargs: Any) -> int:
-    """The dimension of the columns after an indexing."""
-    if name == "getitem":
-        found = _position(key, dim, dims)
-        assert found is not None
-        return found
-    given = kwargs.get("dim", args[0] if args else 0) % dims
-    return dim - 1 if name == "select" and given < dim else dim
+    if not isinstance(given, int) or given % dims == dim:
+        return None
+    return dim - 1 if name == "select" and given % dims < dim else dim
 
 
 def _position(key: Any, dim: int, dims: int) -> int | None:

@@ -2,7 +2,7 @@
 
 A region begins with a product with a weight (the logits of a language model) and goes on with operations that treat
 every row by itself, until sums over all rows, or a few numbers of each, are left. Nothing else may read what is in
-between; the model may return it. Run in chunks (`outcore.memory.chunked_loss`), none of it is ever whole: the step holds
+between; the model may return it. Run in chunks (`outcore.memory.chunked_loss`), none of it is ever whole: a step has
 a chunk, and from the sum on the gradients of the layer's operands, which are made in the same chunk:
 
     plain    | logits ---- log-probabilities ---- their gradient |        rows x columns, each
@@ -30,6 +30,7 @@ __all__ = ["ChunkedRegion", "find_region"]
 _SLOWER = 0.02
 """Share of the region's own time that adding up gradients may take before fewer chunks are preferred."""
 _MOST_CHUNKS = 256
+_HALF = ("float16", "bfloat16")
 _LEAST_BYTES = 1 << 18
 """A result that is smaller is not worth it."""
 
@@ -50,6 +51,8 @@ class ChunkedRegion:
     operand_bytes: int
     """Gradients of the layer's input and parameters."""
     weight_bytes: int
+    wide_bytes: int
+    """In half precision: a copy of the weight, and its gradient in float32 twice, as sum and as summand."""
     seconds: float
     """Of the region, forward and backward."""
     chunks: int = 1
@@ -93,7 +96,7 @@ class ChunkedRegion:
         seconds = self.seconds + self.further_s(rate) if name == last else 0.0
         kept = tuple(s for s in cost.saved if s.kind != "derived" and s.of not in made)
         at_head = name == self.head
-        held = self.operand_bytes if name == last else 0
+        held = self.operand_bytes + self.wide_bytes if name == last else 0
         return replace(
             cost,
             forward=replace(nothing, min_s=seconds, median_s=seconds, max_s=seconds, mean_s=seconds),
@@ -172,6 +175,7 @@ def _region(graph: Graph, costs: Costs, head: Call, loss_bytes: int, loss_after:
         -(-held // rows),
         sum(g.bytes for g in gradients),
         max(1, weight_bytes),
+        10 * result.shape[-1] * graph.values[head.inputs[0]].shape[-1] if result.dtype in _HALF else 0,
         sum(c.time_s for c in calls),
     )
 
@@ -191,6 +195,6 @@ def _is_head(graph: Graph, call: Call) -> bool:
     if len(shape) < 2 or shape[-1] < 2:
         return False
     if block.kind != "module":
-        return len(call.inputs) == 1 and bool(call.parameters) and block.type == "linear"
+        return len(call.inputs) == 1 and bool(call.parameters)
     module = graph.module.model.get_submodule(call.block)
     return type(module) is nn.Linear and not hooks_of(module) and len(call.inputs) == 1

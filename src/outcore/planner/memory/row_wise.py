@@ -11,15 +11,17 @@ __all__ = [
     "CASTS",
     "HEADS",
     "INDEXING",
+    "MODULES",
     "PERMUTING",
-    "REDUCTIONS",
+    "PER_ROW",
     "RESHAPING",
     "ROW_WISE",
     "SCALING",
     "SOFTMAX",
+    "SUMS",
 ]
 
-HEADS = frozenset({"Linear", "linear", "matmul", "mm"})
+HEADS = frozenset({"Linear", "linear"})
 """Products with a weight: what begins a region."""
 RESHAPING = frozenset(
     {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "view_as", "alias"}
@@ -66,4 +68,3 @@ MODULES = {
     "Sigmoid": "sigmoid",
 }
 """Layers that call one of these functions."""
-REDUCTIONS = SUMS | PER_ROW
