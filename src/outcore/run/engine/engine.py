@@ -152,7 +152,7 @@ class Engine:
         return watch
 
     def _prepare(self, settings: EngineSettings) -> None:
-        execute = settings.execute
+        execute = settings.execute or Part.run
         if execute is Part.run and self.plan.policy:
             execute = StagePolicies(parse_policies(self.plan.policy), self.device)
         assert settings.loss is not None

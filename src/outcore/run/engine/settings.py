@@ -19,7 +19,7 @@ from outcore.job import Job
 from outcore.loss_scale import LossScale
 from outcore.program import Program
 from outcore.run.engine.setup import Groups, MakeOptimizer
-from outcore.run.stage.stage_module import Execute, Part
+from outcore.run.stage.stage_module import Execute
 
 __all__ = ["EngineOptions", "EngineSettings", "Loss"]
 
@@ -46,54 +46,60 @@ class EngineOptions(TypedDict, total=False):
     timeout_s: float
     grace_s: float
     offload_idle: bool
-    execute: Execute
+    execute: Execute | None
     weights: str | Path | None
     checkpoints: str | Path | None
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine trains."""
+    """How an engine trains.
+
+    Args:
+        loss: ``loss(output, target)``; the job's own if not given.
+        optimizer: makes the optimizer from parameters (or groups of them); the job's own if not given. Without
+            any, the engine computes gradients and leaves them in ``parameter.grad``.
+        scheduler: makes a learning-rate scheduler from the optimizer; it advances with every update.
+        groups: options of the optimizer by a parameter's name.
+        example: inputs of one batch, needed if a module is given.
+        program: an order to run in place of the plan's schedule, as `outcore.program.synthesise` finds them.
+        reduction: whether the loss is a mean over samples or a sum.
+        clip_norm: largest norm of the gradients of all stages together.
+        autocast: dtype of mixed precision; with float16 one loss scale is kept for all ranks.
+        loss_scale: starts the loss scale; with float16 one is made if none is given.
+        accumulate: calls of `Engine.step` before an update.
+        seed: of initial weights (of a job) and of random masks.
+        device: "cpu" or "cuda"; this rank's GPU if there is one.
+        timeout_s: after which a silent rank ends the run.
+        grace_s: after which a rank that cannot end by itself is ended, once another has failed.
+        offload_idle: under GEMS, whether parameters, gradients and optimizer state of the stage that a rank
+            does not compute with wait outside its device.
+        execute: runs a stage's part of the network; where policies for saved values act. Without it, the plan's
+            policies do.
+        weights: a checkpoint to begin with; a job's model is then never built with weights of its own, on any
+            rank.
+        checkpoints: where to save when SIGUSR1 or SIGTERM comes; the latter then ends the run.
+    """
 
     loss: Loss | None = None
-    """``loss(output, target)``; the job's own if not given."""
     optimizer: MakeOptimizer | None = None
-    """Makes the optimizer from parameters (or groups of them); the job's own if not given. Without any, the engine
-    computes gradients and leaves them in ``parameter.grad``."""
     scheduler: MakeScheduler | None = None
-    """Makes a learning-rate scheduler from the optimizer; it advances with every update."""
     groups: Groups | None = None
-    """Options of the optimizer by a parameter's name."""
     example: Any = None
-    """Inputs of one batch, needed if a module is given."""
     program: Program | None = None
-    """An order to run in place of the plan's schedule, as `outcore.program.synthesise` finds them."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Whether the loss is a mean over samples or a sum."""
     clip_norm: float | None = None
-    """Largest norm of the gradients of all stages together."""
     autocast: torch.dtype | None = None
-    """Dtype of mixed precision; with float16 one loss scale is kept for all ranks."""
     loss_scale: LossScale | None = None
     accumulate: int = 1
-    """Calls of `Engine.step` before an update."""
     seed: int = 0
-    """Of initial weights (of a job) and of random masks."""
     device: str | torch.device | None = None
-    """"cpu" or "cuda"; this rank's GPU if there is one."""
     timeout_s: float = 300.0
-    """After which a silent rank ends the run."""
     grace_s: float = 10.0
-    """After which a rank that cannot end by itself is ended, once another has failed."""
     offload_idle: bool = False
-    """Under GEMS, whether parameters, gradients and optimizer state of the stage that a rank does not compute with wait
-    outside its device."""
-    execute: Execute = Part.run
-    """Runs a stage's part of the network; where policies for saved values act."""
+    execute: Execute | None = None
     weights: str | Path | None = None
-    """A checkpoint to begin with; a job's model is then never built with weights of its own, on any rank."""
     checkpoints: str | Path | None = None
-    """Where to save when SIGUSR1 or SIGTERM comes; the latter then ends the run."""
 
     def completed(self, source: Job | nn.Module) -> EngineSettings:
         """The settings with what a job says of loss and optimizer, and the loss scale that float16 needs.
