@@ -20,7 +20,7 @@ adds (`ops/registry.py`). An operation without a fact is still trained correctly
 offloaded, never recomputed, never tiled, and fused by `vmap` or member by member.
 
 ```python
-print(outcore.ops.describe("grid_sample"))     # all that is known of one
+print(outcore.ops.describe("grid_sample"))  # all that is known of one
 ```
 
 To add an operation, add its row to the catalogue; then each kind of knowledge in its one place. A rule is named here

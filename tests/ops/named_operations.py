@@ -8,6 +8,7 @@ comparison, a table or a string that is split; ``nn.Conv2d`` or ``F.relu`` where
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,24 +44,29 @@ AMBIGUOUS = set(
 )
 
 
+KNOWN = {type_ for op in operations() for type_ in op.types} - AMBIGUOUS | {"RNNBase"}
+
+
 def named(path: Path) -> Iterator[str]:
     """The operations that a file names."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if KNOWN.isdisjoint(re.findall(r"\w+", text)):
+        return
+    tree = ast.parse(text)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    known = {type_ for op in operations() for type_ in op.types} - AMBIGUOUS
-    for node in ast.walk(tree):
+    for node in parents:
         above = parents.get(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and not isinstance(above, ast.Expr):
             if isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id in LOOKUPS:
                 continue
             words = node.value.split()
-            found = [word for word in words if word in known]
+            found = [word for word in words if word in KNOWN]
             if found and len(found) >= 0.6 * len(words):
                 yield from found
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in MODULES:
+        elif isinstance(node, ast.Attribute) and node.attr in KNOWN and ast.unparse(node.value) in MODULES:
             called = isinstance(above, ast.Call) and above.func is node
             typed = isinstance(above, ast.arg | ast.AnnAssign | ast.ClassDef | ast.FunctionDef | ast.Attribute)
-            if node.attr in known | {"RNNBase"} and not called and not typed:
+            if not called and not typed:
                 yield node.attr
 
 
