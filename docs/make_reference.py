@@ -55,7 +55,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "stream": ("outcore.stream", ("stream", "plan_tiles", "StreamPlan")),
     "spatial": ("outcore.spatial", ("plan_grid", "PartGrid", "VirtualRanks")),
-    "run": ("outcore.run", ("Engine", "launch", "read_weights")),
+    "run": ("outcore.run", ("Engine", "EngineSettings", "launch", "read_weights")),
     "fuse": ("outcore", ("fuse",)),
     "whatif": ("outcore.whatif", ("ask", "Answers", "Answer", "record", "RecordedStep", "Task", "SimulatedStep")),
     "keras": ("outcore.keras", ("to_torch", "write_back", "from_torch")),

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import io
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.one_device import steps
 from outcore.policies import policies_to_json
 
 SIDE = 48
@@ -150,7 +150,7 @@ def test_a_budget_too_small_is_refused_with_one_that_works() -> None:
 
 
 def test_the_smallest_budget_has_room_for_its_own_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules["outcore.within"].__dict__["_MARGIN"], "cpu", 0.1)
+    monkeypatch.setitem(steps.__dict__["_MARGIN"], "cpu", 0.1)
     model, x = network(), images()
     costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
     with pytest.raises(PlanError) as refused:

@@ -3,7 +3,9 @@ shared."""
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import re
 import warnings
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +26,7 @@ from outcore.graph.structure import leaves
 from outcore.ops import Facet, find, kinds, names, operation, operations
 from outcore.ops.recomputable import again
 from outcore.ops.saved import SAVED
+from outcore.ops.signature import SIGNATURES
 from outcore.ops.views import SHARING
 from outcore.policies import RECOMPUTE
 from tests.ops.samples import Sample, samples
@@ -175,3 +179,30 @@ def test_backward_keeps_what_its_rule_says() -> None:
         assert sum(s.bytes for s in told) == sum(s.bytes for s in real), sample.name
         checked.add(sample.operation)
     assert len(checked) > 120
+
+
+def test_signatures_are_torchs() -> None:
+    checked = set()
+    for op in operations():
+        signature = SIGNATURES.find(op.functions[0]) if op.functions else None
+        function = getattr(F, op.name, None)
+        if signature is None or function is None:
+            continue
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError:  # a function of C++, whose documentation begins with its signature
+            text = re.sub(r"\s|\*,|->.*", "", (function.__doc__ or "").strip().partition(")")[0].partition("(")[2])
+            rows = [row.partition("=") for row in text.split(",")]
+            told = {name: ast.literal_eval(value) if equals else None for name, equals, value in rows}
+            names, defaults = list(told), {name: told[name] for name, equals, _ in rows if equals}
+        else:
+            if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                continue  # chosen by whether indices are returned
+            names = [p.name for p in parameters]
+            defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        assert list(signature.names) == names[: len(signature.names)], op.name
+        assert {name: value for name, value in defaults.items() if name in signature.names} == signature.defaults, (
+            op.name
+        )
+        checked.add(op.name)
+    assert checked >= {"conv2d", "conv_transpose3d", "batch_norm", "rms_norm", "interpolate", "embedding", "dropout2d"}

@@ -36,17 +36,21 @@ from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.ops.recomputable import again
+from outcore.ops.registry import kinds, names, spatial_dims
 
 __all__ = ["ChannelsLast", "channels_last", "drawn", "recorded"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = {
-    f"{kind}{dims}d": dims + 2 for dims in (2, 3) for kind in ("Conv", "ConvTranspose", "conv", "conv_transpose")
+    type_: spatial_dims(name) + 2
+    for name in kinds("convolution", "transposed convolution")
+    for type_ in names(name)
+    if spatial_dims(name) > 1
 }
 """Type of a block -> dimensions of its images."""
-_BY_CHANNEL = {"Dropout2d", "Dropout3d", "dropout2d", "dropout3d", "FeatureAlphaDropout", "feature_alpha_dropout"}
+_BY_CHANNEL = names("dropout2d", "dropout3d", "feature_alpha_dropout")
 """Functions that draw one number for a channel of an image, whatever its layout."""
-_NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
+_NEW = names("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 """Functions that make a contiguous tensor, whatever their arguments."""
 
 

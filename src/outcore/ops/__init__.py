@@ -5,10 +5,12 @@ from outcore.ops import encoding as encoding
 from outcore.ops import random as random
 from outcore.ops import recomputable as recomputable
 from outcore.ops import saved as saved
+from outcore.ops import signature as signature
 from outcore.ops import views as views
 from outcore.ops.call_facts import CallFacts as CallFacts
 from outcore.ops.call_facts import KeptTensor as KeptTensor
 from outcore.ops.call_facts import Operand as Operand
+from outcore.ops.describe import describe as describe
 from outcore.ops.registry import FACETS as FACETS
 from outcore.ops.registry import Facet as Facet
 from outcore.ops.registry import Op as Op

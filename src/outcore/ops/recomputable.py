@@ -14,7 +14,7 @@ from typing import Literal
 
 from outcore.ops.registry import Facet, find, kinds
 
-__all__ = ["AGAIN", "NEEDED", "Again", "Need", "again", "need"]
+__all__ = ["AGAIN", "FOLDING", "FOLDS", "NEEDED", "Again", "Need", "again", "need"]
 
 Again = Literal["pure", "statistics", "random"]
 Need = Literal["full", "sign", "shape"]
@@ -32,6 +32,11 @@ AGAIN.add("pure", *(name for name in kinds(*_PURE.split(", ")) if name not in _O
 AGAIN.add("statistics", "batch_norm", "instance_norm")
 AGAIN.add("random", *kinds("dropout"), "alpha_dropout", "feature_alpha_dropout", "bernoulli")
 AGAIN.add("random", "rand", "randn", "rand_like", "randn_like", "normal", "uniform_")
+
+FOLDS: Facet[bool] = Facet("folds", "multiplies by a matrix that requires a gradient as one product, not as a batch")
+FOLDS.add(True, "matmul", "rmatmul", "linear")
+FOLDING = FOLDS.where()
+"""Names of operations whose way of computing depends on whether the matrix requires a gradient."""
 
 NEEDED: Facet[Need] = Facet("backward reads", "what backward needs of the tensor it keeps, if less than its numbers")
 NEEDED.add("sign", "relu")

@@ -29,6 +29,11 @@ class SavedRule:
         """What it keeps on a kind of device ("cpu", "cuda")."""
         return self.keeps_on.get(device_kind, self.keeps)
 
+    def words(self) -> tuple[str, ...]:
+        """What it keeps, in words."""
+        every = dict.fromkeys((*self.keeps, *(k for more in self.keeps_on.values() for k in more)))
+        return tuple(dict.fromkeys(keep.name or keep.what for keep in every))
+
 
 SAVED: Facet[SavedRule] = Facet("saved", "what its backward keeps")
 

@@ -22,6 +22,7 @@ from outcore.graph.structure import leaves, substitute
 from outcore.ops.out_of_place import out_of_place
 from outcore.ops.region import Region
 from outcore.ops.registry import Facet, find
+from outcore.ops.signature import SIGNATURES
 from outcore.stream.execute.border_padding import WidenedInput
 
 __all__ = [
@@ -153,6 +154,19 @@ class StreamCall:
         if len(self.args) > len(order):
             raise NotStreamable(f"{self.type} has more arguments than expected")
         return known
+
+    def given(self) -> dict[str, Any]:
+        """The arguments by the operation's own names: attributes of a layer, its parameters as references; or what a
+        function was called with, and the defaults of what was left out."""
+        signature = SIGNATURES.find(self.type)
+        assert signature is not None
+        if self.module is None:
+            if len(self.args) > len(signature.names):
+                raise NotStreamable(f"{self.type} has more arguments than expected")
+            return signature.bound(self.args, self.kwargs)
+        own = {name: getattr(self.module, name, signature.defaults.get(name)) for name in signature.names}
+        own |= {name: self.state(name) for name, value in own.items() if isinstance(value, torch.Tensor)}
+        return own | {signature.names[0]: self.input()}
 
     def state(self, name: str) -> Ref | None:
         """The module's parameter or buffer of that name."""

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from outcore.graph.memory_format import ChannelsLast, channels_last, recorded
 from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion import channels_last as order_choice
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.one_device import steps
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.verification import verify_job
 
@@ -293,7 +293,7 @@ def test_the_faster_order_is_taken(
 ) -> None:
     monkeypatch.setattr(order_choice, "_DEVICES", {"cpu"})
     monkeypatch.setattr(
-        sys.modules["outcore.within"],
+        steps,
         "measured",
         lambda graph, **_: timed(graph, turned_s if "to()#0" in graph.calls else given_s),
     )
@@ -313,7 +313,7 @@ def test_the_faster_order_is_taken(
 def test_the_other_order_is_taken_where_it_alone_meets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_choice, "_DEVICES", {"cpu"})
     monkeypatch.setattr(
-        sys.modules["outcore.within"],
+        steps,
         "measured",
         lambda graph, **_: timed(graph, 1.0 if "to()#0" in graph.calls else 0.9),
     )

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Context, Recording, Ref, Step, fill
 from outcore.graph.structure import leaves
+from outcore.ops.registry import names
 
 __all__ = ["IsolatedCall", "Stride"]
 
@@ -241,7 +242,7 @@ class IsolatedCall:
             if tables:
                 return min(t.shape[0] for t in tables)
         others = [self.graph.values[n] for n in self.call.inputs if n != value.name]
-        if name in ("cross_entropy", "nll_loss") and others:
+        if name in names("cross_entropy", "nll_loss") and others:
             scores = others[0].shape
             return scores[1] if len(scores) > 1 else scores[0]
         if others or self.state:

@@ -22,13 +22,14 @@ from outcore.cost.saved import DerivedTensor
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Recording, Step
+from outcore.ops.registry import kinds, names
 
 __all__ = ["same_layout", "try_call"]
 
 _REAL_LIMIT = 256 * 2**20
-_UNFAITHFUL = {"RNN", "LSTM", "GRU"}
+_UNFAITHFUL = names(*kinds("recurrent"))
 """Layers whose fake form leaves out what the real one keeps (the workspace of the library that runs them)."""
-_PACKED = _UNFAITHFUL | {"pack_padded_sequence", "pad_packed_sequence"}
+_PACKED = _UNFAITHFUL | names(*kinds("packing"))
 """Calls that take lengths of sequences as tensors without checks: made-up ones let them read and write anywhere."""
 
 

@@ -19,6 +19,7 @@ from outcore.graph import Call, Graph, Value
 from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
 from outcore.ops.registry import Facet, find, kinds, names, operation
+from outcore.ops.signature import SIGNATURES
 from outcore.ops.views import WITHOUT_WORK
 
 __all__ = ["WORK", "describe", "is_idle"]
@@ -53,13 +54,13 @@ class _Facts:
         wanted = self.x.requires_grad or not self.inputs
         return {"dtype": self.dtype, "channels_last": last, "input_grad": wanted}
 
-    def setting(self, name: str, position: int, default: Any) -> Any:
-        """An attribute of the layer, or an argument of the function."""
+    def setting(self, name: str) -> Any:
+        """An attribute of the layer, or an argument of the function, or its default; None where it has none."""
+        signature = SIGNATURES.find(self.type)
+        assert signature is not None
         if self.layer is not None:
-            return getattr(self.layer, name, default)
-        if name in self.step.kwargs:
-            return self.step.kwargs[name]
-        return self.step.args[position] if len(self.step.args) > position else default
+            return getattr(self.layer, name, signature.defaults.get(name))
+        return signature.bound(self.step.args, self.step.kwargs).get(name)
 
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight of a layer, or of the second argument of a function."""
@@ -114,9 +115,10 @@ def is_idle(graph: Graph, step: Step) -> bool:
     if step.kind == "module":
         layer = attrgetter(step.target)(graph.module.model)
         return float(getattr(layer, "p", 1.0)) == 0.0 or not layer.training
-    share = step.kwargs.get("p", step.args[1] if len(step.args) > 1 else 0.5)
-    trains = step.kwargs.get("training", step.kwargs.get("train", step.args[2] if len(step.args) > 2 else True))
-    return bool(share == 0.0 or trains is False)
+    signature = SIGNATURES.find(block.type)
+    assert signature is not None
+    given = signature.bound(step.args, step.kwargs)
+    return bool(given["p"] == 0.0 or given.get("train", given["training"]) is False)
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -129,8 +131,7 @@ def _convolution(facts: _Facts) -> Operation | None:
     if dims < 1 or not facts.inputs or len(facts.x.shape) != dims + 2:
         return None
     transposed = facts.type in names(*kinds("transposed convolution"))
-    groups_at, dilation_at = (6, 7) if transposed else (6, 5)
-    padding = facts.setting("padding", 4, 0)
+    padding = facts.setting("padding")
     if padding == "same":
         padding = tuple(k // 2 for k in weight[2:])
     elif padding == "valid":
@@ -142,12 +143,12 @@ def _convolution(facts: _Facts) -> Operation | None:
         out_channels=facts.y.shape[1],
         size=facts.x.shape[2:],
         kernel=weight[2:],
-        stride=_tuple(facts.setting("stride", 3, 1), dims),
+        stride=_tuple(facts.setting("stride"), dims),
         padding=_tuple(padding, dims),
-        dilation=_tuple(facts.setting("dilation", dilation_at, 1), dims),
-        output_padding=_tuple(facts.setting("output_padding", 5, 0), dims) if transposed else (),
-        groups=int(facts.setting("groups", groups_at, 1)),
-        bias=facts.setting("bias", 2, None) is not None,
+        dilation=_tuple(facts.setting("dilation"), dims),
+        output_padding=_tuple(facts.setting("output_padding"), dims) if transposed else (),
+        groups=int(facts.setting("groups")),
+        bias=facts.setting("bias") is not None,
         **facts.common,
     )
 
@@ -184,7 +185,7 @@ def _attention(facts: _Facts) -> Operation | None:
         out_channels=value[-1],
         size=(query[-2], key[-2]),
         groups=heads,
-        variant="causal" if facts.setting("is_causal", 5, False) is True else "",
+        variant="causal" if facts.setting("is_causal") is True else "",
         **facts.common,
     )
 
@@ -215,9 +216,9 @@ def _pool(variant: str) -> Callable[[_Facts], Operation | None]:
             )
             padding: Any = 0
         else:
-            kernel = _tuple(facts.setting("kernel_size", 1, 1), dims)
-            stride = _tuple(facts.setting("stride", 2, None) or kernel, dims)
-            padding = facts.setting("padding", 3, 0)
+            kernel = _tuple(facts.setting("kernel_size"), dims)
+            stride = _tuple(facts.setting("stride") or kernel, dims)
+            padding = facts.setting("padding")
         return Operation(
             "pool",
             facts.x.shape[0],

@@ -60,7 +60,6 @@ COPIES.add(GradientCopies(part="joined"), "unbind")
 COPIES.add(GradientCopies(as_forward=True), "roll", "pad", "flip", "repeat", "interpolate")
 COPIES.add(GradientCopies(spread=1), "add", "sub")
 COPIES.add(GradientCopies(spread=4), "mul")
-_NONE = GradientCopies()
 
 
 class MemoryTraffic:
@@ -100,38 +99,33 @@ class MemoryTraffic:
         call, cost = self.graph.calls[name], self.costs.calls[name]
         kind = self.graph.blocks[call.block].type
         inputs = [self.graph.values[v] for v in call.inputs]
-        forward = backward = 0
-        if name in self._autocast and kind in CAST_DOWN:
-            wide = sum(_elements(v) for v in inputs if self._is_wide(v))  # there and back
-            forward += 6 * (cost.parameter_bytes // 4 + wide)
-            backward += 6 * (cost.parameter_bytes // 4 + wide)
+        both = bias = 0
+        if name in self._autocast and kind in CAST_DOWN:  # there and back
+            both += 6 * (cost.parameter_bytes // 4 + sum(_elements(v) for v in inputs if self._is_wide(v)))
         if kind in _PRODUCTS:
             copied = sum(2 * self._bytes(v) for v in inputs if not _folds(v, keep=1 if kind in _ROWS else 2))
-            forward += copied
+            both += copied
             if copied and kind in _ROWS and len(call.parameters) > 1:
-                forward += 2 * sum(self._bytes(self.graph.values[v]) for v in call.outputs)
-            backward += copied
-        if kind == "roll" and inputs:
-            more = 2 * self._bytes(inputs[0]) * (2 * self._rolled(name) - 1)
-            forward += more
-            backward += more
+                bias = 2 * sum(self._bytes(self.graph.values[v]) for v in call.outputs)
+        if kind in names("roll") and inputs:
+            both += 2 * self._bytes(inputs[0]) * (2 * self._rolled(name) - 1)
         if self.promoted(name):
-            narrow = sum(_elements(v) for v in inputs if v.dtype in _HALVES and not self._is_wide(v))
-            forward += 6 * narrow
-            backward += 6 * narrow
+            both += 6 * sum(_elements(v) for v in inputs if v.dtype in _HALVES and not self._is_wide(v))
         if not cost.has_backward:
-            return forward, 0
-        copies = COPIES.find(kind) or _NONE
-        if call.outputs:
-            out = self._bytes(self.graph.values[call.outputs[0]])
-            if copies.part and inputs:
-                whole = self._bytes(inputs[0])
-                backward += 2 * whole if copies.part == "joined" else whole + 2 * out
-            if copies.as_forward:
-                backward += 2 * max(out, *(self._bytes(v) for v in inputs[:1]), 0)
-            if copies.spread and self._spreads(name):
-                backward += copies.spread * out
-        return forward, backward + self._turned(name, kind)
+            return both + bias, 0
+        return both + bias, both + self._copied(name, kind, inputs) + self._turned(name, kind)
+
+    def _copied(self, name: str, kind: str, inputs: list[Value]) -> int:
+        """Bytes by which backward writes gradients of parts, of what was rearranged, and of what was spread."""
+        copies, outputs = COPIES.find(kind), self.graph.calls[name].outputs
+        if copies is None or not outputs:
+            return 0
+        out, given = self._bytes(self.graph.values[outputs[0]]), sum(self._bytes(v) for v in inputs[:1])
+        if copies.part:
+            return (2 * given if copies.part == "joined" else given + 2 * out) if inputs else 0
+        if copies.as_forward:
+            return 2 * max(out, given)
+        return copies.spread * out if self._spreads(name) else 0
 
     def _spreads(self, name: str) -> bool:
         """Whether an operand that has a gradient is smaller than the result."""
@@ -152,7 +146,8 @@ class MemoryTraffic:
         """Bytes of copies of gradients that do not have the layout they are needed in."""
         cost = self.costs.calls[name]
         whole = [of for of, stride in cost.arriving.items() if 0 not in stride]
-        if (COPIES.find(kind) or _NONE).part or not whole:
+        known = COPIES.find(kind)
+        if (known is not None and known.part) or not whole:
             return 0
         if kind in WITHOUT_WORK:
             return sum(2 * gradient.bytes for gradient in cost.gradients)

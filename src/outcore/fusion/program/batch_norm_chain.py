@@ -25,10 +25,9 @@ from outcore.graph import Graph
 from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
 from outcore.memory.op_fusion.batch_norm_relu import norms_of
+from outcore.ops.registry import of_layer
 
 __all__ = ["BatchNormChain", "chains_of", "pays"]
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ def _is_maximum(step: Step, rank: int) -> bool:
 
 
 def _has_bias(module: nn.Module) -> bool:
-    return type(module) in _CONVOLUTIONS and module.bias is not None and not has_hooks(module)
+    op = of_layer(module)
+    return op is not None and op.kind == "convolution" and module.bias is not None and not has_hooks(module)
 
 
 def pays(modules: Sequence[Any], state: Iterable[Any], device: torch.device) -> bool:

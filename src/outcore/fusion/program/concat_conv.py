@@ -17,6 +17,7 @@ from outcore.fusion.program.call import has_hooks
 from outcore.graph import Graph
 from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
+from outcore.ops.registry import names
 
 __all__ = ["joins_of"]
 
@@ -40,7 +41,7 @@ def joins_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str,
 
 
 def _joins_channels(step: Step) -> bool:
-    if step.kind != "function" or function_name(step.target) not in ("cat", "concat", "concatenate"):
+    if step.kind != "function" or function_name(step.target) not in names("cat"):
         return False
     named = dict(zip(("tensors", "dim"), step.args, strict=False)) | step.kwargs
     parts = named.get("tensors", ())

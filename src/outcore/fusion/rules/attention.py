@@ -34,10 +34,9 @@ def embedding(index: Any, weight: Any, padding_idx: int | None) -> Any:
     return Stacked(found)
 
 
-def attention(
-    q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, causal: bool = False, **rest: Any
-) -> Any:
+def attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, **rest: Any) -> Any:
     """``F.scaled_dot_product_attention`` for all members."""
+    q, k, v, mask = query, key, value, attn_mask
     parts = (q, k, v, mask)
     if any(isinstance(p, torch.Tensor) for p in (q, k, v)):
         return NotImplemented
@@ -50,7 +49,7 @@ def attention(
         mask = own.expand(mask.members, batch, *own.shape[2:]).flatten(0, 1)
     elif mask is not None and mask.dim() == q.dim() and mask.shape[0] != 1:
         mask = mask.repeat(parts[0].members, *[1] * (mask.dim() - 1))
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, **rest)
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **rest)
     return Stacked(y.unflatten(0, (-1, batch)))
 
 

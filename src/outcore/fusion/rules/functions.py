@@ -5,12 +5,8 @@ A rule takes a `FusedCall` and returns its result for all members, or NotImpleme
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
-
-import torch.nn.functional as F
 
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
@@ -20,9 +16,10 @@ from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.max_min import extreme
-from outcore.fusion.rules.normalisation import batch_norm, group_norm, last_dims_norm
+from outcore.fusion.rules.normalisation import batch_norm, group_norm, layer_norm, rms_norm
 from outcore.graph.naming import function_name
 from outcore.ops.registry import Facet, find, kinds, spatial_dims
+from outcore.ops.signature import SIGNATURES
 
 __all__ = ["FUNCTION_RULES", "embedding", "function_rule"]
 
@@ -45,8 +42,9 @@ def _bound(function: Callable[..., Any]) -> Callable[[FusedCall], Any]:
     """A rule from a function of the arguments: ``function(**arguments by torch's own names)``."""
 
     def rule(call: FusedCall) -> Any:
-        names = _parameters(call.target)
-        made = function(**(dict(zip(names, call.args, strict=False)) | call.kwargs))
+        signature = SIGNATURES.find(function_name(call.target))
+        assert signature is not None
+        made = function(**signature.bound(call.args, call.kwargs))
         if made is not NotImplemented:
             call.note("fused")
         return made
@@ -54,82 +52,31 @@ def _bound(function: Callable[..., Any]) -> Callable[[FusedCall], Any]:
     return rule
 
 
-@cache
-def _parameters(target: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return _BUILTIN[function_name(target)]
-
-
-_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_CONV_T = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_BUILTIN: dict[str, tuple[str, ...]] = {
-    "linear": ("input", "weight", "bias"),
-    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
-    **{f"conv{d}d": _CONV for d in (1, 2, 3)},
-    **{f"conv_transpose{d}d": _CONV_T for d in (1, 2, 3)},
-}
-
-
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    return linear(input, weight, bias)
-
-
 def _conv(dims: int) -> Callable[..., Any]:
-    def function(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> Any:
-        return MemberConvolution.of(dims, stride, padding, dilation, groups).fused(input, weight, bias)
-
-    return function
-
-
-def _conv_transpose(dims: int) -> Callable[..., Any]:
     def function(
         input: Any,
         weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
+        bias: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
+        output_padding: Any = None,
     ) -> Any:
-        return MemberConvolution.of(dims, stride, padding, dilation, groups, output_padding).fused(input, weight, bias)
+        convolution = MemberConvolution.of(dims, stride, padding, dilation, groups, output_padding)
+        return convolution.fused(input, weight, bias)
 
     return function
-
-
-def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    return last_dims_norm(F.layer_norm, input, normalized_shape, weight, bias, eps)
-
-
-def _group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    return group_norm(input, num_groups, weight, bias, eps)
 
 
 def embedding(
     input: Any,
     weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
 ) -> Any:
     """``F.embedding`` for all members; NotImplemented where the table is written or the gradient is scaled."""
     if max_norm is not None or scale_grad_by_freq or sparse:
@@ -137,24 +84,12 @@ def embedding(
     return attend.embedding(input, weight, padding_idx)
 
 
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **rest: Any,
-) -> Any:
-    return attend.attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-
-
 def _attend(call: FusedCall) -> Any:
     """Attention; all members draw their dropout together, unless each has a stream of its own."""
     dropout_p = call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", 0.0)
     if dropout_p and call.randomness.per_member:
         return call.one_by_one()
-    return _bound(_attention)(call)
+    return _bound(attend.attention)(call)
 
 
 def _channel_pool(call: FusedCall) -> Any:
@@ -166,13 +101,13 @@ def _resize(call: FusedCall) -> Any:
     return elementwise.per_channel(call, x.rank - 2) if isinstance(x, Stacked) else NotImplemented
 
 
-FUNCTION_RULES.add(_bound(_linear), "linear")
+FUNCTION_RULES.add(_bound(linear), "linear")
 for _dims in (1, 2, 3):
-    FUNCTION_RULES.add(_bound(_conv(_dims)), f"conv{_dims}d")
-    FUNCTION_RULES.add(_bound(_conv_transpose(_dims)), f"conv_transpose{_dims}d")
-FUNCTION_RULES.add(_bound(_batch_norm), "batch_norm")
-FUNCTION_RULES.add(_bound(_layer_norm), "layer_norm")
-FUNCTION_RULES.add(_bound(_group_norm), "group_norm")
+    FUNCTION_RULES.add(_bound(_conv(_dims)), f"conv{_dims}d", f"conv_transpose{_dims}d")
+FUNCTION_RULES.add(_bound(batch_norm), "batch_norm")
+FUNCTION_RULES.add(_bound(layer_norm), "layer_norm")
+FUNCTION_RULES.add(_bound(rms_norm), "rms_norm")
+FUNCTION_RULES.add(_bound(group_norm), "group_norm")
 FUNCTION_RULES.add(_bound(embedding), "embedding")
 FUNCTION_RULES.add(_bound(cross_entropy), "cross_entropy")
 FUNCTION_RULES.add(_attend, "scaled_dot_product_attention")

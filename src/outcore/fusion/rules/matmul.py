@@ -18,8 +18,9 @@ from outcore.fusion.program.values import Stacked, UnjoinedConcat, is_repeated
 __all__ = ["linear", "lowered", "pointwise", "pointwise_joined", "pointwise_shared", "product"]
 
 
-def linear(x: Any, weight: Any, bias: Any) -> Any:
+def linear(input: Any, weight: Any, bias: Any) -> Any:
     """``F.linear`` for all members; NotImplemented where that is no matrix product."""
+    x = input
     if not isinstance(weight, Stacked):
         if isinstance(bias, Stacked) or not isinstance(x, Stacked):
             return NotImplemented

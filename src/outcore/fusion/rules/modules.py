@@ -20,8 +20,9 @@ from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.rules.functions import embedding
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
-from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_norm, last_dims_norm
+from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from outcore.ops.registry import Facet, kinds, of_layer, spatial_dims
+from outcore.ops.signature import SIGNATURES
 
 __all__ = ["MODULE_RULES", "module_rule", "writes_nothing"]
 
@@ -34,8 +35,20 @@ def _input(call: FusedCall) -> Any:
     return call.args[0] if call.args else call.kwargs["input"]
 
 
-def _linear_module(call: FusedCall) -> Any:
-    return linear(_input(call), *_of(call, "weight", "bias"))
+def _as_function(function: Callable[..., Any], *alike: str) -> Callable[[FusedCall], Any]:
+    """The rule of a function for its layer, whose attributes are the function's arguments; some must be the same for
+    all members."""
+
+    def rule(call: FusedCall) -> Any:
+        signature = SIGNATURES.find(type(call.module).__name__)
+        assert signature is not None
+        if not call.same(*alike):
+            return NotImplemented
+        first, *others = signature.names
+        given = {name: call.state.get(name, getattr(call.module, name, None)) for name in others}
+        return function(**given, **{first: _input(call)})
+
+    return rule
 
 
 def _conv_module(dims: int, transposed: bool) -> Callable[[FusedCall], Any]:
@@ -96,36 +109,6 @@ def _instance_norm_module(call: FusedCall) -> Any:
     return instance_norm(x, mean, var, weight, bias, m.training or not m.track_running_stats, m.momentum, m.eps)
 
 
-def _group_norm_module(call: FusedCall) -> Any:
-    m: Any = call.module
-    return (
-        group_norm(_input(call), m.num_groups, call.state.get("weight"), call.state.get("bias"), m.eps)
-        if call.same("eps")
-        else NotImplemented
-    )
-
-
-def _last_dims_module(norm: Any) -> Callable[[FusedCall], Any]:
-    def rule(call: FusedCall) -> Any:
-        m: Any = call.module
-        if not call.same("eps"):
-            return NotImplemented
-        return last_dims_norm(
-            norm, _input(call), m.normalized_shape, call.state.get("weight"), call.state.get("bias"), m.eps
-        )
-
-    return rule
-
-
-def _embedding_module(call: FusedCall) -> Any:
-    m: Any = call.module
-    if not call.same("padding_idx", "max_norm"):
-        return NotImplemented
-    return embedding(
-        _input(call), call.state["weight"], m.padding_idx, m.max_norm, m.norm_type, m.scale_grad_by_freq, m.sparse
-    )
-
-
 def _activation(call: FusedCall) -> Any:
     """A module that applies one function to each element."""
     x, m = _input(call), call.module
@@ -163,16 +146,16 @@ def _resize(call: FusedCall) -> Any:
 
 
 MODULE_RULES: Facet[Callable[[FusedCall], Any]] = Facet("fused layer", "how its layer runs for all members")
-MODULE_RULES.add(_linear_module, "linear")
+MODULE_RULES.add(_as_function(linear), "linear")
 for _dims in (1, 2, 3):
     MODULE_RULES.add(_conv_module(_dims, False), f"conv{_dims}d")
     MODULE_RULES.add(_conv_module(_dims, True), f"conv_transpose{_dims}d")
 MODULE_RULES.add(_batch_norm_module, "batch_norm")
 MODULE_RULES.add(_instance_norm_module, "instance_norm")
-MODULE_RULES.add(_group_norm_module, "group_norm")
-MODULE_RULES.add(_last_dims_module(F.layer_norm), "layer_norm")
-MODULE_RULES.add(_last_dims_module(F.rms_norm), "rms_norm")
-MODULE_RULES.add(_embedding_module, "embedding")
+MODULE_RULES.add(_as_function(group_norm, "num_groups", "eps"), "group_norm")
+MODULE_RULES.add(_as_function(layer_norm, "eps"), "layer_norm")
+MODULE_RULES.add(_as_function(rms_norm, "eps"), "rms_norm")
+MODULE_RULES.add(_as_function(embedding, "padding_idx", "max_norm"), "embedding")
 MODULE_RULES.add(_cross_entropy_module, "cross_entropy")
 MODULE_RULES.add(_prelu, "prelu")
 MODULE_RULES.add(_identity, "identity")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "last_dims_norm"]
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 
 def _flat(value: Any) -> torch.Tensor | None:
@@ -25,8 +25,11 @@ def _all_stacked(*values: Any) -> bool:
     return all(value is None or isinstance(value, Stacked) for value in values)
 
 
-def batch_norm(x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
+def batch_norm(
+    input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> Any:
     """``F.batch_norm`` for all members."""
+    x, mean, var = input, running_mean, running_var
     if not _all_stacked(mean, var, weight, bias):
         return NotImplemented
     members = next((v.members for v in (mean, weight, x) if isinstance(v, Stacked)), 0)
@@ -53,16 +56,26 @@ def instance_norm(
     return unfold_channels(y, x.members)
 
 
-def group_norm(x: Any, groups: int, weight: Any, bias: Any, eps: float) -> Any:
+def group_norm(input: Any, num_groups: int, weight: Any, bias: Any, eps: float) -> Any:
     """``F.group_norm`` for all members."""
+    x, groups = input, num_groups
     if not isinstance(x, Stacked) or x.rank < 2 or not _all_stacked(weight, bias):
         return NotImplemented
     y = F.group_norm(fold_channels(x), groups * x.members, _flat(weight), _flat(bias), eps)
     return unfold_channels(y, x.members)
 
 
-def last_dims_norm(norm: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
-    """``F.layer_norm`` or ``F.rms_norm`` for all members."""
+def layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """``F.layer_norm`` for all members."""
+    return _last_dims_norm(F.layer_norm, input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: float | None) -> Any:
+    """``F.rms_norm`` for all members."""
+    return _last_dims_norm(F.rms_norm, input, normalized_shape, weight, None, eps)
+
+
+def _last_dims_norm(norm: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
     if not isinstance(x, Stacked) or not _all_stacked(weight, bias):
         return NotImplemented
     y = norm(x.tensor, shape, eps=eps)

@@ -20,12 +20,13 @@ from outcore.graph.record.recording import Ref, Step
 from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.saved_tensors.recompute_batch_norm import dense
+from outcore.ops.registry import names
 
 __all__ = ["Sums", "as_summed", "summed", "sums_of"]
 
 Sums = Mapping[str, str]
 """Call of a sum -> call of the ReLU that overwrites it."""
-_SUMS = {"add", "add_", "iadd"}
+_SUMS = names("add")
 _DEVICES = {"cuda"}
 """Devices on which a sum costs its passes over memory."""
 

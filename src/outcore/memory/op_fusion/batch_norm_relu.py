@@ -27,6 +27,7 @@ from outcore.graph.record.recording import Ref, Step
 from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import Norms
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, dense, memory_format, normalised, usual_order
+from outcore.ops.registry import of_layer, operation
 
 __all__ = ["norms_of", "replacements"]
 
@@ -46,7 +47,7 @@ def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
     if step.kind != "module" or type_ not in NORMS or len(step.args) != 1 or not isinstance(step.args[0], Ref):
         return False
     module = model.get_submodule(step.target)
-    plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.training
+    plain = of_layer(module) is operation("batch_norm") and module.training
     return plain and module.weight is not None and not hooked(module)
 
 

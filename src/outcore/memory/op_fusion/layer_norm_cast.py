@@ -34,6 +34,7 @@ from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
 from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
+from outcore.ops.registry import names
 
 __all__ = ["FusedLayerNorm", "LayerNorms", "layer_norms_of", "rewrite", "worth_it"]
 
@@ -71,7 +72,7 @@ def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.d
     after = ReaderPatterns(graph, model)
     found = {}
     for name, call in graph.calls.items():
-        if graph.blocks[call.block].type not in ("LayerNorm", "layer_norm") or len(call.outputs) != 1:
+        if graph.blocks[call.block].type not in names("layer_norm") or len(call.outputs) != 1:
             continue
         width = _width(after.steps[name], model)
         x = graph.values[call.inputs[0]] if call.inputs else None

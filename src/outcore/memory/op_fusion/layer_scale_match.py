@@ -20,12 +20,13 @@ from outcore.graph.parts import Value
 from outcore.graph.record.recording import Ref, Step
 from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.rewrite import written_later
+from outcore.ops.registry import names, operation
 
 __all__ = ["ScaledBranch", "scaled_branches"]
 
-_SUMS = {"add", "add_", "iadd"}
-_PRODUCTS = {"mul", "rmul"}
-_VIEWS = {"permute", "transpose", "movedim"}
+_SUMS = names("add")
+_PRODUCTS = operation("mul").functions
+_VIEWS = names("permute", "transpose", "movedim")
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 

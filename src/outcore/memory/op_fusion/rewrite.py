@@ -14,6 +14,7 @@ from outcore.cost.costs import CallCost, Costs, Saved
 from outcore.graph import Call, Graph
 from outcore.graph.parts import Value
 from outcore.graph.record.recording import Step
+from outcore.ops.registry import kinds, operation
 
 __all__ = ["Rewrite", "copy_of", "written_later"]
 
@@ -74,7 +75,7 @@ class _Rewritten(Graph):
         return self.of
 
 
-_CASTING = {"Linear", *(f"Conv{n}d" for n in (1, 2, 3))}
+_CASTING = {layer for name in ("linear", *kinds("convolution")) for layer in operation(name).modules}
 
 
 def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:

@@ -20,14 +20,11 @@ from torch import nn
 from outcore.graph.record.recording import Context, Step, Tape, fill
 from outcore.graph.structure import leaves
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, norm_of
-from outcore.ops.recomputable import again
+from outcore.ops.recomputable import FOLDING, again
 
 __all__ = ["BufferRecompute", "States", "compile_recompute", "generator_states"]
 
 States = Mapping[torch.Generator, torch.Tensor]
-
-_FOLDING = {"matmul", "__matmul__", "__rmatmul__", "linear", "Linear"}
-"""Functions that compute a product with a matrix that requires a gradient as one product, not as a batch of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ def compile_recompute(
         for step in steps
     )
     random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
-    folding = {step.name: trained(step) for step in steps if types[step.name] in _FOLDING}
+    folding = {step.name: trained(step) for step in steps if types[step.name] in FOLDING}
     return BufferRecompute(prepared, random, result, norm_of(steps, model, types), folding=folding)
 
 

@@ -35,7 +35,7 @@ from outcore.memory.replay.replay_recompute import (
     _modes,
     _Normalised,
 )
-from outcore.ops.recomputable import again
+from outcore.ops.recomputable import FOLDING, again
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
@@ -60,8 +60,6 @@ _ATOMS = frozenset(
         torch.Generator,
     }
 )
-_FOLDING = {"matmul", "rmatmul", "linear", "Linear"}
-"""A product with a matrix that requires a gradient is one product, not a batch of them, however the other lies."""
 _FROM_HOST = {"tensor", "as_tensor"}
 """What they read may be changed by its owner."""
 _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -286,7 +284,7 @@ def record_function(
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
     except NotRepeatable:
         return None
-    return RecordedCall(target, template, named, holder.found, folds=name in _FOLDING, states=states or {})
+    return RecordedCall(target, template, named, holder.found, folds=name in FOLDING, states=states or {})
 
 
 def _with_own_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -319,11 +317,11 @@ def record_module(
     try:
         template = tuple([holder.held(a) for a in args])
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
-        layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=name in _FOLDING)
+        layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=name in FOLDING)
     except NotRepeatable:
         return None
     target = _Normalised(layer) if kind == "statistics" else layer.forward
-    return RecordedCall(target, template, named, holder.found, folds=name in _FOLDING, states=states or {})
+    return RecordedCall(target, template, named, holder.found, folds=name in FOLDING, states=states or {})
 
 
 def _as_it_is(module: nn.Module, holder: _Holder, *, statistics: bool, folds: bool) -> nn.Module:

@@ -7,7 +7,6 @@ stages or of tied parameters in one process group each, and all copies start fro
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from outcore.errors import EngineError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.plan_document import Plan
-from outcore.program import Program
 from outcore.run.checkpoint.restore import find_checkpoint
+from outcore.run.engine.settings import EngineSettings
 from outcore.run.engine.setup import agree, build, example_of, first_graph, materialise, strip
 from outcore.run.engine.step_programs import StepPrograms
 from outcore.run.ranks.world import World
@@ -38,26 +37,21 @@ class EngineParts:
         device: torch.device,
         source: Job | nn.Module,
         plan: Plan | None,
-        *,
-        example: Any,
-        program: Program | None,
-        autocast: torch.dtype | None,
-        seed: int,
-        timeout_s: float,
-        weights: str | Path | None,
+        settings: EngineSettings,
     ) -> None:
+        weights = settings.weights
         self.world, self.device, self.rank = world, device, world.rank
         pieces = plan.micro_batches * plan.batches * plan.replicas if plan is not None else 1
-        inputs = example_of(source, example, pieces)
-        self.model, skeleton = build(source, seed=seed, lean=world.size > 1, bare=weights is not None)
-        graph = self._record(skeleton, plan, autocast, inputs, bare=weights is not None)
+        inputs = example_of(source, settings.example, pieces)
+        self.model, skeleton = build(source, seed=settings.seed, lean=world.size > 1, bare=weights is not None)
+        graph = self._record(skeleton, plan, settings.autocast, inputs, bare=weights is not None)
         if plan is None:
             if world.size > 1:
                 raise EngineError(f"{world.size} ranks need a plan; make one with outcore.plan(...)")
             plan = Plan(graph.fingerprint, (("",),))
         self.plan = self.forms.plan = plan
         agree(world, plan, graph)
-        self.step_programs = StepPrograms(plan, self.forms.first(graph), program)
+        self.step_programs = StepPrograms(plan, self.forms.first(graph), settings.program)
         self.stages = self.forms.own = tuple(sorted({c.stage for c in self.step_programs.training.computes(self.rank)}))
         """The stages this rank holds."""
         self.owners = ParameterOwners.of(self.model, graph, self.forms.stage_of, self.step_programs.training)
@@ -69,7 +63,7 @@ class EngineParts:
         """The parameters this rank holds, by name."""
         if weights is not None:
             find_checkpoint(world, weights).load_weights(self.local_state())
-        self._meet(timeout_s)
+        self._meet(settings.timeout_s)
 
     def _record(
         self, skeleton: nn.Module, plan: Plan | None, autocast: torch.dtype | None, inputs: Any, *, bare: bool

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -27,10 +28,9 @@ from torch import nn
 from outcore.errors import CheckpointError, EngineError
 from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
-from outcore.loss_scale import LossScale
 from outcore.plan_document import Plan
 from outcore.policies import parse_policies
-from outcore.program import Program, Timeline
+from outcore.program import Timeline
 from outcore.run.checkpoint.engine_state import EngineState
 from outcore.run.checkpoint.signals import STOP, SaveSignals
 from outcore.run.engine import batch as batches
@@ -39,7 +39,8 @@ from outcore.run.engine.default_plan import own_plan
 from outcore.run.engine.held_tensors import held_tensors
 from outcore.run.engine.loader import Loader
 from outcore.run.engine.measured import Comparison, gather
-from outcore.run.engine.setup import Groups, MakeOptimizer, choose_device, make_optimizer
+from outcore.run.engine.settings import EngineOptions, EngineSettings
+from outcore.run.engine.setup import choose_device, make_optimizer
 from outcore.run.engine.split_batch import BatchSplitter
 from outcore.run.engine.step_loss import run_for_loss
 from outcore.run.engine.training_checks import check_optimizer
@@ -49,13 +50,11 @@ from outcore.run.ranks.faults import FaultMonitor
 from outcore.run.ranks.world import World
 from outcore.run.stage.idle_state_offload import IdleStateOffload
 from outcore.run.stage.policies import StagePolicies
-from outcore.run.stage.stage_module import Execute, Part
+from outcore.run.stage.stage_module import Part
 from outcore.run.transport.choose import point_to_point
 from outcore.run.transport.shared_memory import SharedRows
 
 __all__ = ["Engine"]
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 _WRITTEN = 4
 """A flag among the requests of a rank: its part of a checkpoint is on the disk."""
@@ -80,26 +79,11 @@ class Engine:
         source: a job, or a module, which is then trained in place.
         plan: a plan or the path of one; if left out, several ranks make one (`outcore.plan`), in which each is given
             a batch of its own where the network fits.
-        loss: ``loss(output, target)``; the job's own if not given.
-        optimizer: makes the optimizer from parameters (or groups of them); the job's own if not given. Without any, the
-            engine computes gradients and leaves them in ``parameter.grad``.
-        scheduler: makes a learning-rate scheduler from the optimizer; it advances with every update.
-        groups: options of the optimizer by a parameter's name.
-        example: inputs of one batch, needed if a module is given.
-        program: an order to run in place of the plan's schedule, as `outcore.program.synthesise` finds them.
-        reduction: whether the loss is a mean over samples or a sum.
-        clip_norm: largest norm of the gradients of all stages together.
-        autocast: dtype of mixed precision; with float16 one loss scale is kept for all ranks.
-        accumulate: calls of `step` before an update.
-        seed: of initial weights (of a job) and of random masks.
-        device: "cpu" or "cuda"; this rank's GPU if there is one.
-        timeout_s: after which a silent rank ends the run.
-        grace_s: after which a rank that cannot end by itself is ended, once another has failed.
-        offload_idle: under GEMS, whether parameters, gradients and optimizer state of the stage that a rank does not
-            compute with wait outside its device.
-        execute: runs a stage's part of the network; where policies for saved values act.
-        weights: a checkpoint to begin with; a job's model is then never built with weights of its own, on any rank.
-        checkpoints: where to save when SIGUSR1 or SIGTERM comes; the latter then ends the run.
+        settings: how it trains; `options` are its fields as keyword arguments, and go before it.
+        options: ``loss``, ``optimizer``, ``scheduler``, ``groups``, ``example``, ``program``, ``reduction``,
+            ``clip_norm``, ``autocast``, ``loss_scale``, ``accumulate``, ``seed``, ``device``, ``timeout_s``,
+            ``grace_s``, ``offload_idle``, ``execute``, ``weights``, ``checkpoints``
+            (`outcore.run.EngineSettings` says what each is).
     """
 
     _made = 0
@@ -109,73 +93,44 @@ class Engine:
         source: Job | nn.Module,
         plan: Plan | str | Path | None = None,
         *,
-        loss: Loss | None = None,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        groups: Groups | None = None,
-        example: Any = None,
-        program: Program | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        loss_scale: LossScale | None = None,
-        accumulate: int = 1,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        timeout_s: float = 300.0,
-        grace_s: float = 10.0,
-        offload_idle: bool = False,
-        execute: Execute = Part.run,
-        weights: str | Path | None = None,
-        checkpoints: str | Path | None = None,
+        settings: EngineSettings | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        self.accumulate, self.seed = accumulate, seed
+        asked = replace(settings or EngineSettings(), **options)
+        self.accumulate, self.seed = asked.accumulate, asked.seed
         self.steps = 0
         """Calls of `step` so far."""
         self.samples = 0
         """Samples trained on so far, over all replicas."""
         self.loader_state: Loader | None = None
-        self.checkpoints = Path(checkpoints) if checkpoints is not None else None
-        self.world = World.join(timeout_s=timeout_s)
+        self.checkpoints = Path(asked.checkpoints) if asked.checkpoints is not None else None
+        self.world = World.join(timeout_s=asked.timeout_s)
         self.rank, self.place = self.world.rank, self.world.place
-        self.signals = SaveSignals() if checkpoints is not None else None
-        self.watch = self._start_watch(grace_s)
+        self.signals = SaveSignals() if self.checkpoints is not None else None
+        self.watch = self._start_watch(asked.grace_s)
         with self._guarded():
-            self.device = choose_device(device, self.world.local_rank)
+            self.device = choose_device(asked.device, self.world.local_rank)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             given = Plan.load(plan) if isinstance(plan, str | Path) else plan
             if given is None and self.world.size > 1:
-                given = own_plan(self.world, source, example)
-            self.assembly = EngineParts(
-                self.world,
-                self.device,
-                source,
-                given,
-                example=example,
-                program=program,
-                autocast=autocast,
-                seed=seed,
-                timeout_s=timeout_s,
-                weights=weights,
-            )
-            if isinstance(source, Job):
-                loss, optimizer = loss or source.loss, optimizer or source.optimizer
-            if loss is None:
-                raise EngineError("there is no loss to train for; pass loss=..., or a job with loss(output, target)")
-            if autocast is torch.float16 and loss_scale is None:
-                loss_scale = LossScale()
-            if execute is Part.run and self.plan.policy:
-                execute = StagePolicies(parse_policies(self.plan.policy), self.device)
-            self._prepare(loss, execute, reduction, clip_norm, loss_scale)
-            if offload_idle and len(self.stages) > 1:
+                given = own_plan(self.world, source, asked.example)
+            self.assembly = EngineParts(self.world, self.device, source, given, asked)
+            complete = asked.completed(source)
+            self._prepare(complete)
+            if asked.offload_idle and len(self.stages) > 1:
                 self._offload_idle_stages()
-            if optimizer is not None:
-                every = list(self.model.named_parameters())
-                self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
-                check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
-            self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+            self._make_optimizer(complete)
             self.engine_state = EngineState(self)
+
+    def _make_optimizer(self, settings: EngineSettings) -> None:
+        """The user's optimizer over this rank's parameters, and its scheduler."""
+        if settings.optimizer is not None:
+            every = list(self.model.named_parameters())
+            self.update.optimizer = make_optimizer(settings.optimizer, settings.groups, every, self.parameters)
+            check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
+        wanted, optimizer = settings.scheduler, self.optimizer
+        self.scheduler = wanted(optimizer) if wanted is not None and optimizer is not None else None
 
     def _start_watch(self, grace_s: float) -> FaultMonitor | None:
         if self.world.size == 1:
@@ -196,9 +151,11 @@ class Engine:
         self.world.watched_wait.look = watch.look
         return watch
 
-    def _prepare(
-        self, loss: Loss, execute: Execute, reduction: Any, clip_norm: float | None, scale: LossScale | None
-    ) -> None:
+    def _prepare(self, settings: EngineSettings) -> None:
+        execute = settings.execute or Part.run
+        if execute is Part.run and self.plan.policy:
+            execute = StagePolicies(parse_policies(self.plan.policy), self.device)
+        assert settings.loss is not None
         made = self.assembly
         every = dict(self.model.named_parameters())
         shared_rows = SharedRows(self.world, self.device) if self.world.size > 1 else None
@@ -208,8 +165,8 @@ class Engine:
             made.parameters,
             list(every),
             made.groups,
-            clip_norm=clip_norm,
-            scale=scale,
+            clip_norm=settings.clip_norm,
+            scale=settings.loss_scale,
             dtypes={p.dtype for p in every.values()},
             shared_rows=shared_rows,
         )
@@ -218,12 +175,12 @@ class Engine:
             made.plan,
             made.forms,
             made.step_programs,
-            reduction=reduction,
+            reduction=settings.reduction,
             accumulate=self.accumulate,
             seed=self.seed,
         )
         wire = point_to_point(self.world, self.device, shared_rows) if shared_rows is not None else None
-        self.worker = Worker(made, wire, loss, execute, self.update)
+        self.worker = Worker(made, wire, settings.loss, execute, self.update)
         self.worker.gauge.holding = lambda: held_tensors(made, self.worker, self.optimizer)
 
     def _offload_idle_stages(self) -> None:

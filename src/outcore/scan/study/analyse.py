@@ -18,7 +18,7 @@ from typing import Any
 from outcore.errors import ScanError
 from outcore.graph import Graph
 from outcore.graph.parts import Call
-from outcore.scan.study.sparsity import RESHAPES, JacobianPattern, dense, identity, of_layer
+from outcore.scan.study.sparsity import JACOBIAN, JacobianPattern, dense, identity, of_layer
 
 __all__ = ["Analysis", "ChainLink", "ScanLevel", "analyse"]
 
@@ -243,10 +243,10 @@ def _pattern(
     """The pattern of one call with respect to one of its inputs, and whether its layer is known."""
     block, given = graph.blocks[call.block], shapes[value]
     shape = tuple(graph.values[out].shape[1:])
-    if block.type.lower() in RESHAPES and math.prod(shape) == math.prod(given):
+    if JACOBIAN.find(block.type) == "reshape" and math.prod(shape) == math.prod(given):
         shapes[out] = given  # a flattened map is still a map; the layer that reads it decides
         return identity(given), True
-    if block.type == "Linear" and len(shape) == 1:
+    if JACOBIAN.find(block.type) == "dense" and len(shape) == 1:
         shape = shape + (1,) * (len(given) - 1)
     shapes[out] = shape
     share = density if isinstance(density, float | int) else density.get(call.block, 1.0)

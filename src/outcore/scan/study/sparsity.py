@@ -16,50 +16,24 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy import sparse
 
-__all__ = ["JacobianPattern", "dense", "identity", "of_layer"]
+from outcore.ops.registry import Facet, kinds, names
 
-ELEMENTWISE = frozenset(
-    [
-        "relu",
-        "relu6",
-        "leakyrelu",
-        "elu",
-        "selu",
-        "celu",
-        "gelu",
-        "silu",
-        "mish",
-        "sigmoid",
-        "tanh",
-        "softplus",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "prelu",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "identity",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "clone",
-        "contiguous",
-        "alphadropout",
-        "to",
-        "stochasticdepth",
-        "iadd",
-        "radd",
-    ]
-)
-RESHAPES = frozenset(["flatten", "view", "reshape", "squeeze", "unsqueeze"])
+__all__ = ["JACOBIAN", "JacobianPattern", "dense", "identity", "of_layer"]
+
+Form = Literal["elementwise", "reshape", "channel", "window", "adaptive window", "dense"]
+JACOBIAN: Facet[Form] = Facet("jacobian", "where its Jacobian can be non-zero")
+JACOBIAN.add("elementwise", *kinds("activation", "activation with a weight", "identity", "sum", "copy", "cast"))
+JACOBIAN.add("elementwise", *kinds("dropout", "alpha dropout"), "mul", "div", "neg")
+JACOBIAN.add("reshape", "flatten", "view", "reshape", "squeeze", "unsqueeze")
+JACOBIAN.add("channel", "batch_norm")
+JACOBIAN.add("window", *kinds("convolution", "max pool", "average pool"))
+JACOBIAN.add("adaptive window", *kinds("adaptive average pool", "adaptive max pool"))
+JACOBIAN.add("dense", "linear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,28 +127,28 @@ def of_layer(
         training: batch normalisation sees the whole channel in training.
         density: share of the weights that are not pruned.
     """
-    name = re.sub(r"[^a-z0-9]", "", kind.lower())
-    if name in ELEMENTWISE and tuple(given) == tuple(out):
-        return identity(out)
-    if name.startswith("batchnorm"):
-        if not training:
+    match JACOBIAN.find(kind):
+        case "elementwise" if tuple(given) == tuple(out):
             return identity(out)
-        return JacobianPattern((identity(out[:1]).dims[0], *(_full(n, n) for n in out[1:])))
-    if name.startswith("adaptive"):
-        spans = (_spans(a, b) for a, b in zip(out[1:], given[1:], strict=True))
-        return JacobianPattern((identity(out[:1]).dims[0], *spans), _picked(name, given, out))
-    if re.fullmatch(r"(conv|maxpool|avgpool)[123]d", name):
-        return _windowed(name, detail, given, out, density)
-    if name == "linear":
-        return JacobianPattern(dense(out, given).dims, density)
+        case "channel" if not training:
+            return identity(out)
+        case "channel":
+            return JacobianPattern((identity(out[:1]).dims[0], *(_full(n, n) for n in out[1:])))
+        case "adaptive window":
+            spans = (_spans(a, b) for a, b in zip(out[1:], given[1:], strict=True))
+            return JacobianPattern((identity(out[:1]).dims[0], *spans), _picked(kind, given, out))
+        case "window":
+            return _windowed(kind, detail, given, out, density)
+        case "dense":
+            return JacobianPattern(dense(out, given).dims, density)
     return None
 
 
-def _windowed(name: str, detail: str, given: Sequence[int], out: Sequence[int], density: float) -> JacobianPattern:
-    dims = len(out) - 1
-    first = detail.split(",")[0] if "kernel_size" not in detail and not name.startswith("conv") else ""
+def _windowed(kind: str, detail: str, given: Sequence[int], out: Sequence[int], density: float) -> JacobianPattern:
+    dims, convolves = len(out) - 1, kind in names(*kinds("convolution"))
+    first = detail.split(",")[0] if "kernel_size" not in detail and not convolves else ""
     window = _numbers(detail, "kernel_size", first or "1", dims)
-    stride = _numbers(detail, "stride", "1" if name.startswith("conv") else ",".join(map(str, window)), dims)
+    stride = _numbers(detail, "stride", "1" if convolves else ",".join(map(str, window)), dims)
     dilation = _numbers(detail, "dilation", "1", dims)
     if "padding=same" in detail or "padding='same'" in detail:
         padding = tuple(d * (k - 1) // 2 for k, d in zip(window, dilation, strict=True))
@@ -182,8 +156,8 @@ def _windowed(name: str, detail: str, given: Sequence[int], out: Sequence[int], 
         padding = _numbers(detail, "padding", "0", dims)
     sizes = zip(out[1:], given[1:], window, stride, padding, dilation, strict=True)
     spatial = tuple(_window(*size) for size in sizes)
-    if not name.startswith("conv"):
-        fill = 1 / math.prod(window) if name.startswith("max") else 1.0
+    if not convolves:
+        fill = 1 / math.prod(window) if kind in names(*kinds("max pool")) else 1.0
         return JacobianPattern((identity(out[:1]).dims[0], *spatial), fill)
     groups = _numbers(detail, "groups", "1", 1)[0]
     block = np.ones((out[0] // groups, given[0] // groups), dtype=np.int64)
@@ -205,5 +179,5 @@ def _spans(rows: int, columns: int) -> sparse.csr_matrix:
     return sparse.csr_matrix(out)
 
 
-def _picked(name: str, given: Sequence[int], out: Sequence[int]) -> float:
-    return math.prod(out) / math.prod(given) if "max" in name else 1.0
+def _picked(kind: str, given: Sequence[int], out: Sequence[int]) -> float:
+    return math.prod(out) / math.prod(given) if kind in names(*kinds("adaptive max pool")) else 1.0

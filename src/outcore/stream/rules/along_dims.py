@@ -79,12 +79,8 @@ def _along_channels(call: StreamCall) -> Along:
 
 @rule("linear")
 def _linear(call: StreamCall) -> Along:
-    if call.module is not None:
-        refs = [call.input(), call.state("weight"), call.state("bias")]
-    else:
-        given = call.bound("input weight bias", bias=None)
-        refs = [given["input"], given["weight"], given["bias"]]
-    operands = tuple(r for r in refs if r is not None)
+    given = call.given()
+    operands = tuple(r for r in (given[n] for n in ("input", "weight", "bias")) if r is not None)
     shapes = [call.shapes(r) for r in operands]
 
     def again(crops: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -95,14 +91,9 @@ def _linear(call: StreamCall) -> Along:
 
 @rule("layer_norm", "rms_norm")
 def _layer_norm(call: StreamCall) -> Along:
-    if call.module is not None:
-        m: Any = call.module
-        normalised, eps = m.normalized_shape, m.eps
-        refs = [call.input(), call.state("weight"), call.state("bias")]
-    else:
-        given = call.bound("input normalized_shape weight bias eps", weight=None, bias=None, eps=1e-5)
-        normalised, eps = given["normalized_shape"], given["eps"]
-        refs = [given["input"], given["weight"], given["bias"]]
+    given = call.given()
+    normalised, eps = given["normalized_shape"], given["eps"]
+    refs = (given["input"], given["weight"], given.get("bias"))
     operands = tuple(r for r in refs if r is not None)
     shapes = [call.shapes(r) for r in operands]
     centred = call.operation == "layer_norm"

@@ -191,23 +191,9 @@ class TransposedConvolution(Kernel):
 
 @rule(*kinds("convolution"))
 def _convolution(call: StreamCall) -> Convolution:
-    if call.module is not None:
-        m: Any = call.module
-        given = {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
-        border = m.padding_mode
-        refs = [call.input(), call.state("weight"), call.state("bias")]
-    else:
-        given = call.bound(
-            "input weight bias stride padding dilation groups",
-            bias=None,
-            stride=1,
-            padding=0,
-            dilation=1,
-            groups=1,
-        )
-        border = "zeros"
-        refs = [given["input"], given["weight"], given["bias"]]
-    operands = tuple(r for r in refs if r is not None)
+    given = call.given()
+    border: Any = getattr(call.module, "padding_mode", "zeros")
+    operands = tuple(r for r in (given[n] for n in ("input", "weight", "bias")) if r is not None)
     shapes = tuple(call.shapes(r) for r in operands)
     kernel = shapes[1][2:]
     count = len(kernel)
@@ -226,23 +212,10 @@ def _convolution(call: StreamCall) -> Convolution:
 
 @rule(*kinds("transposed convolution"))
 def _transposed(call: StreamCall) -> TransposedConvolution:
-    if call.module is not None:
-        m: Any = call.module
-        if len(call.args) > 1 or "output_size" in call.kwargs:
-            raise NotStreamable("it is told its output size")
-        given = {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
-        refs = [call.input(), call.state("weight"), call.state("bias")]
-    else:
-        given = call.bound(
-            "input weight bias stride padding output_padding groups dilation",
-            bias=None,
-            stride=1,
-            padding=0,
-            groups=1,
-            dilation=1,
-        )
-        refs = [given["input"], given["weight"], given["bias"]]
-    operands = tuple(r for r in refs if r is not None)
+    if call.module is not None and (len(call.args) > 1 or "output_size" in call.kwargs):
+        raise NotStreamable("it is told its output size")
+    given = call.given()
+    operands = tuple(r for r in (given[n] for n in ("input", "weight", "bias")) if r is not None)
     shapes = tuple(call.shapes(r) for r in operands)
     kernel = shapes[1][2:]
     count = len(kernel)

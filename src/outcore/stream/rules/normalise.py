@@ -166,22 +166,15 @@ def _norm(call: StreamCall) -> Frozen | Norm:
 
 
 def _functional(call: StreamCall) -> Frozen | Norm:
-    if call.type == "batch_norm":
-        names = "input running_mean running_var weight bias training momentum eps"
-        given = call.bound(names, weight=None, bias=None, training=False, eps=1e-5)
+    given = call.given()
+    if call.operation == "batch_norm":
         if not given["training"]:
             mean, var = given["running_mean"], given["running_var"]
             return _frozen(call, given["input"], mean, var, given["weight"], given["bias"], given["eps"])
         raise NotStreamable("a functional batch norm in train mode has no rule; use torch.nn.BatchNorm2d")
-    if call.type == "group_norm":
-        given = call.bound("input num_groups weight bias eps", weight=None, bias=None, eps=1e-5)
-        groups = given["num_groups"]
-    else:
-        names = "input running_mean running_var weight bias use_input_stats momentum eps"
-        given = call.bound(names, running_mean=None, weight=None, bias=None, eps=1e-5)
-        groups = call.shapes(given["input"])[1]
-        if given["running_mean"] is not None:
-            raise NotStreamable("an instance norm that keeps running statistics has no rule; build it without them")
+    if given.get("running_mean") is not None:
+        raise NotStreamable("an instance norm that keeps running statistics has no rule; build it without them")
+    groups = given.get("num_groups") or call.shapes(given["input"])[1]
     return _by_barrier(call, given["input"], given["weight"], given["bias"], given["eps"], groups, False, None)
 
 

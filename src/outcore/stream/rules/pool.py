@@ -154,23 +154,11 @@ class AdaptiveAverage:
 
 
 def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ...], dict[str, Any]]:
-    if call.module is not None:
-        m: Any = call.module
-        given = {
-            name: getattr(m, name)
-            for name in "kernel_size stride padding dilation ceil_mode count_include_pad divisor_override".split()
-            if hasattr(m, name)
-        }
-        source = call.input()
-    else:
-        names = "input kernel_size stride padding dilation ceil_mode return_indices"
-        if call.operation in kinds("average pool"):
-            names = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
-        given = call.bound(names)
-        source = given["input"]
+    given = call.given()
+    source: Ref = given["input"]
     kernel = each(given["kernel_size"], count)
-    stride = each(given["stride"], count) if given.get("stride") not in (None, [], ()) else kernel
-    low = each(given.get("padding", 0), count)
+    stride = each(given["stride"], count) if given["stride"] not in (None, [], ()) else kernel
+    low = each(given["padding"], count)
     dilation = each(given.get("dilation", 1), count)
     pixels = call.shapes(source)[-count:]
     return source, tuple(SlidingWindow(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True)), given
@@ -190,7 +178,7 @@ def _average_pool(call: StreamCall) -> AveragePool:
         windows,
         Reading(tuple(w.size for w in windows)),
         tuple(w.low for w in windows),
-        given.get("count_include_pad", True),
+        given["count_include_pad"],
         given.get("divisor_override"),
     )
 

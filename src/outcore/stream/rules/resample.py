@@ -82,27 +82,8 @@ def _along(x: torch.Tensor, dim: int, resample: InterpolationWindow, start: int,
 
 @rule("interpolate")
 def _interpolation(call: StreamCall) -> RegionRule:
-    source = call.input()
-    if call.module is not None:
-        m: Any = call.module
-        given = {
-            "scale_factor": m.scale_factor,
-            "mode": m.mode,
-            "align_corners": m.align_corners,
-            "size": m.size,
-            "recompute_scale_factor": getattr(m, "recompute_scale_factor", None),
-        }
-    else:
-        given = call.bound(
-            "input size scale_factor mode align_corners recompute_scale_factor antialias",
-            size=None,
-            scale_factor=None,
-            mode="nearest",
-            align_corners=None,
-            recompute_scale_factor=None,
-            antialias=False,
-        )
-    if given.get("antialias"):
+    source, given = call.input(), call.given()
+    if given["antialias"]:
         raise NotStreamable("antialiased interpolation has no rule; leave out antialias=True")
     shape = call.shapes(source)
     count = len(shape) - 2

@@ -115,17 +115,12 @@ def _max_pool(call: StreamCall) -> MaxPool:
 
 @rule(*kinds("unpool"))
 def _unpool(call: StreamCall) -> Unpool:
-    if call.module is not None:
-        m: Any = call.module
-        given: dict[str, Any] = {"kernel_size": m.kernel_size, "stride": m.stride, "padding": m.padding}
-        refs = call.tensors()
-    else:
-        given = call.bound("input indices kernel_size stride padding output_size")
-        refs = (given["input"], given["indices"])
+    given = call.given()
+    refs = call.tensors() if call.module is not None else (given["input"], given["indices"])
     count = spatial_dims(call.type)
     kernel = each(given["kernel_size"], count)
-    stride = each(given["stride"], count) if given.get("stride") not in (None, [], ()) else kernel
-    low = each(given.get("padding") or 0, count)
+    stride = each(given["stride"], count) if given["stride"] not in (None, [], ()) else kernel
+    low = each(given["padding"] or 0, count)
     if any(s < k for s, k in zip(stride, kernel, strict=True)):
         raise NotStreamable("its windows overlap, so a pixel may come from several")
     pixels = call.shape[-count:]
