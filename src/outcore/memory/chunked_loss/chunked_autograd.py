@@ -74,7 +74,7 @@ class Term:
         if index is None:
             return [(part, part) for part in parts]
         flat = index.reshape(-1)
-        if count and bool((flat == torch.arange(int(flat[0]), int(flat[0]) + count)).all()):
+        if count and bool((flat == torch.arange(int(flat[0]), int(flat[0]) + count, device="cpu")).all()):
             at = int(flat[0])
             return [(part, slice(part.start + at, part.stop + at)) for part in parts]
         moved = flat.to(self.head.x.device, non_blocking=True)

@@ -51,7 +51,7 @@ class RowLayout:
         """Number of the row at every place."""
         if self.index is not None:
             return self.index
-        return torch.arange(self.count).view(self.leading)
+        return torch.arange(self.count, device="cpu").view(self.leading)
 
     def columns_last(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same arrangement, as a matrix of rows."""
@@ -113,7 +113,7 @@ def _row_op(
     if name in CASTS:
         if not _casts_only(name, args, kwargs, tensor.device):
             return None
-        wanted = func(torch.empty(1, dtype=tensor.dtype), *args, **kwargs).dtype
+        wanted = func(torch.empty(1, dtype=tensor.dtype, device="cpu"), *args, **kwargs).dtype
         if not wanted.is_floating_point:
             return None
         made = func(like, *args, **_on_meta(kwargs)) if "device" not in kwargs else like.to(wanted)

@@ -40,8 +40,8 @@ def admit_larger(managed: ManagedForward, key: Hashable, args: tuple[Any, ...], 
         if least is None or before.budget_bytes is None or before.policy is not None or managed.only_graphs:
             raise
         warnings.warn(
-            f"outcore: this call is larger than the one that was planned for, and needs {format_bytes(least)} where the "
-            f"budget is {format_bytes(before.budget_bytes)}; it takes as little as was found",
+            f"outcore: this call is larger than the one that was planned for, and needs {format_bytes(least)} where "
+            f"the budget is {format_bytes(before.budget_bytes)}; it takes as little as was found",
             stacklevel=5,
         )
         managed.settings = replace(before, budget_bytes=least)
