@@ -50,7 +50,7 @@ def test_preparing_leaves_what_was_read_alone() -> None:
 
 
 def test_numbers_for_other_channels_are_refused() -> None:
-    with pytest.raises(DataError, match="mean has 3 numbers; the images have 1 channels"):
+    with pytest.raises(DataError, match="mean has 3 numbers; the images have 1 channel"):
         Batch((ArraySource(torch.zeros(1, 4, 4)),), mean=(0.1, 0.2, 0.3))
 
 

@@ -18,7 +18,7 @@ from outcore.cost.costs import Costs
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes, scaled, without_gaps
-from outcore.errors import PlanError
+from outcore.errors import CaptureError, PlanError
 from outcore.graph import capture
 from outcore.graph.record.recording import Ref, Tape, fill
 from outcore.graph.structure import leaves
@@ -94,7 +94,12 @@ class UntiledTail(nn.Module):
                 )
                 for name in self.inputs
             )
-            graph = capture(self, stand_ins)
+            try:
+                graph = capture(self, stand_ins)
+            except CaptureError:
+                if policy is not None:
+                    raise
+                return  # it begins by writing into what it is given, which only real inputs allow: it stays as it is
             counted = account(graph)
             timed = by_bytes(counted, memory_rate(device_of(network.model)))
             if costs is not None and any(call in costs.calls for call in graph.calls):
@@ -114,6 +119,11 @@ class UntiledTail(nn.Module):
     def policy(self) -> dict[str, str]:
         """What is not kept as autograd would, by its own names, as a document has it."""
         return policies_to_json(self._plan.policy) if self._plan is not None else {}
+
+    @property
+    def planned(self) -> bool:
+        """Whether it runs by a plan of its own."""
+        return self._plan is not None
 
     @property
     def slowdown(self) -> float:

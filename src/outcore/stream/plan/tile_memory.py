@@ -252,7 +252,7 @@ def predict_bytes(
         tile_forward=max(f.forward for f in found),
         tile_backward=max(f.backward for f in found),
         small=small,
-        tail=_tail_bytes(prepared, training=training) if rest is None else rest.peak_bytes,
+        tail=rest.peak_bytes if rest is not None and rest.planned else _tail_bytes(prepared, training=training),
         read=pixels * (workers + 1),
         training=training,
     )
