@@ -61,7 +61,7 @@ def shown(folder: Path, *arguments: str) -> str:
         "profile job.py --measure --batch 1,2,4",
         "plan job.py --machine h200 --memory 1GiB",
         "plan job.py --machine v100x4",
-        "verify job.py --memory 60%",
+        "verify job.py --memory 80%",
         "whatif job.py --on a100,h100",
         "sweep job.py --set lr=0.1,0.2 --steps 200",
         "train job.py --epochs 1 train.steps=50",
