@@ -16,7 +16,7 @@ from rich.table import Table
 
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
-from outcore.cost.predicted.loss_memory import apart, loss_bytes_in, usual_loss_bytes
+from outcore.cost.predicted.loss_memory import apart, loss_bytes_in
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.cost.predicted.step_time import predict_step
 from outcore.cost.training_network import with_loss
@@ -53,10 +53,8 @@ class RunForecast:
     decisions: tuple[tuple[str, str], ...] = ()
     curve: tuple[int, ...] = ()
     """Memory of a plain step from call to call."""
-    loss_counted: bool = False
-    """Whether that is the memory of the step with its loss."""
     loss_bytes: int | None = None
-    """What the loss holds beside the output, with its targets; as losses usually do, if it was not recorded."""
+    """What the loss holds beside the output, with its targets, where that is the memory of the step with its loss."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the graph."""
@@ -96,13 +94,13 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         timing = estimate_optimizer(costs, device, job.optimizer) if job.optimizer is not None else None
         step = predict_step(graph, costs, optimizer=timing)
         make = job.optimizer if job.optimizer is not None else 2.0
-        curve, held, counted_loss = memory_curve(graph, costs, optimizer=make), usual_loss_bytes(graph), False
+        curve = memory_curve(graph, costs, optimizer=make)
+        held: int | None = None
         if job.loss is not None and targets is not None:
             with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded is not counted
                 whole = _record(job, given, config.train.precision, targets)
                 curve = memory_curve(whole, estimate(whole, device), optimizer=make)
                 held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(make, device.kind))
-                counted_loss = True
     except OutcoreError as error:
         return RunForecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
@@ -118,7 +116,6 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         device.memory_bytes,
         notes,
         curve=tuple(totals[i] for i in thin(range(len(totals)), totals)),
-        loss_counted=counted_loss,
         loss_bytes=held,
     )
 

@@ -130,8 +130,7 @@ def _within_or_streamed(
 ) -> FittedModel:
     from outcore.train.runners.tiling import choose_step, plan_stream
 
-    counted = expected.loss_bytes if expected.loss_counted else None
-    beside = counted if counted is not None else loss.bytes
+    beside = loss.bytes if expected.loss_bytes is None else expected.loss_bytes
     refused, enough = [], []
     try:
         step = choose_step(model, job, config, expected, budget, beside)
@@ -152,7 +151,7 @@ def _within_or_streamed(
         refused.append(_why(error))
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
     if expected.peak_bytes is not None:
-        enough.append(expected.peak_bytes + (0 if expected.loss_counted else loss.bytes))
+        enough.append(expected.peak_bytes + (loss.bytes if expected.loss_bytes is None else 0))
     give = f"; give --memory {_rounded_up(min(enough))} or more" if enough else ""
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
 
