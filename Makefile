@@ -14,20 +14,18 @@ KERNELS = tests/kernels tests/scan/kernels tests/fusion/test_kernels.py tests/me
 demo: $(VENV)/.demo
 	$(BIN)/outcore demo
 
+# TensorFlow has processes of its own: it takes seconds to import, and does not get along with every other library.
 test: lint types kernels
 	$(PYTEST) --ignore=tests/keras -m "not slow and not gpu and not kernel"
 	$(PYTEST) -m "not slow" tests/keras
 
-# TensorFlow has processes of its own: it takes seconds to import, and does not get along with every other library.
+# Every part of the suite, slow cases too: hours; run again, it goes on where it stopped. A table in dist/test-all.md.
 test-all: $(VENV)/.test
-	$(MAKE) kernels WHICH=kernel
-	$(PYTEST) --ignore=tests/keras -m "not gpu and not kernel"
-	$(PYTEST) tests/keras
+	$(BIN)/python -m tests.suite
 
 # Triton's kernels on its interpreter, which runs them on a CPU.
-WHICH  ?= kernel and not slow
 kernels: $(VENV)/.test
-	TRITON_INTERPRET=1 $(PYTEST) -m "$(WHICH)" $(KERNELS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "kernel and not slow" $(KERNELS)
 
 # Which one-line defects the quick tests notice: a table in dist/mutants.md. Hours on one core.
 mutants: $(VENV)/.test
