@@ -57,16 +57,22 @@ def run(name: str, arguments: list[str], workers: int) -> dict[str, object]:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-n", str(workers), "--durations=30", *arguments]
     began = time.monotonic()
-    with (DIST / f"{name}.log").open("w+", encoding="utf-8") as log:
+    with (DIST / f"{name}.log").open("w", encoding="utf-8") as log:
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 log.write(line)
                 print(line, end="", flush=True)
-        log.seek(0)
-        summary = log.read().splitlines()[-1:]
-    counts: dict[str, object] = {word: int(n) for n, word in COUNT.findall(" ".join(summary))}
-    return counts | {"seconds": round(time.monotonic() - began), "ok": process.returncode in (0, NO_TESTS)}
+    return counted(DIST / f"{name}.log") | {
+        "seconds": round(time.monotonic() - began),
+        "ok": process.returncode in (0, NO_TESTS),
+    }
+
+
+def counted(log: Path) -> dict[str, object]:
+    """How many tests passed, failed and so on: pytest's last line that says so."""
+    said = [found for line in log.read_text(encoding="utf-8").splitlines() if (found := COUNT.findall(line))]
+    return {word: int(number) for number, word in said[-1]} if said else {}
 
 
 def table(done: dict[str, dict[str, object]], of: str) -> str:

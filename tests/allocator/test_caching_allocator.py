@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from outcore.allocator.caching_allocator import CachingAllocator, ReservedBytes
+from outcore.memory.cuda_graphs import pool as graph_pool
 
 MIB = 2**20
 
@@ -61,10 +63,18 @@ def test_tensors_are_counted_where_they_live_and_die() -> None:
     assert seen.allocator.reserved == 36 * MIB and seen.live == 0 and seen.peak == 36 * MIB
 
 
+@pytest.fixture
+def segments_of_fixed_sizes() -> Iterator[None]:
+    """Without the expandable segments that a plan has turned on for the rest of the process."""
+    graph_pool._expandable_segments(on=False)
+    yield
+    graph_pool._expandable_segments(on=graph_pool._stays)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", range(4))
-def test_it_takes_what_torch_takes(seed: int) -> None:
+def test_it_takes_what_torch_takes(seed: int, segments_of_fixed_sizes: None) -> None:
     pool = torch.cuda.MemPool()  # what ran before has left nothing in it
     before = torch.cuda.memory_reserved()
     draw, allocator = random.Random(seed), CachingAllocator()

@@ -15,6 +15,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
 from outcore.plan_document import Plan
+from outcore.policies import OFFLOAD, RECOMPUTE, Policy, policies_to_json
 from outcore.stream import stream
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.plan.prepared import bound, divided
@@ -142,8 +143,8 @@ def test_maps_between_passes_may_lie_on_the_host() -> None:
     assert_same_gradients(net, plain)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
-def test_what_follows_the_boundary_may_run_under_policies(policy: str) -> None:
+@pytest.mark.parametrize("policy", [RECOMPUTE, OFFLOAD], ids=["recompute", "offload"])
+def test_what_follows_the_boundary_may_run_under_policies(policy: Policy) -> None:
     net = residual().cuda().double()
     plain = copy.deepcopy(net)
     x = torch.randn(1, 3, 257, 301, device="cuda", dtype=torch.float64)
@@ -155,7 +156,7 @@ def test_what_follows_the_boundary_may_run_under_policies(policy: str) -> None:
     keeping = rest.managed_forward.plan.keeping
     chosen = {b.name: policy for b in keeping.buffers.values() if b.savers and policy in keeping.choices(b)}
     assert chosen
-    plan = Plan(graph.fingerprint, (("",),), stream={"tile": 64, "boundary": "3", "rest": chosen})
+    plan = Plan(graph.fingerprint, (("",),), stream={"tile": 64, "boundary": "3", "rest": policies_to_json(chosen)})
     outcore.within(net, (x,), memory=None, plan=plan, costs=by_bytes(account(graph), 1e12), quiet=True)
     for _ in range(2):
         net.zero_grad(set_to_none=True)

@@ -75,9 +75,9 @@ def test_a_second_start_takes_no_steps(tmp_path: object, monkeypatch: pytest.Mon
     taken: list[int] = []
     real = trial_steps._reserved
 
-    def counting(*given: object) -> int:
+    def counting(*given: object, **named: object) -> int:
         taken.append(1)
-        return real(*given)  # type: ignore[arg-type]
+        return real(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(trial_steps, "_reserved", counting)
     images = torch.randn(32, 3, 128, 128, device="cuda")
