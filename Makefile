@@ -19,7 +19,8 @@ test: lint types kernels
 	$(PYTEST) --ignore=tests/keras -m "not slow and not gpu and not kernel"
 	$(PYTEST) -m "not slow" tests/keras
 
-# Every part of the suite, slow cases too: hours; run again, it goes on where it stopped. A table in dist/test-all.md.
+# Every part of the suite, slow cases too; run again, it goes on where it stopped. A table in dist/test-all.md. Of the
+# largest sweeps a quarter, another one with every commit; OUTCORE_SWEEPS=all runs them whole, for hours.
 test-all: $(VENV)/.test
 	$(BIN)/python -m tests.suite
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.compiled.oracle import BOUND, compare
+from tests.foreign.sample import quarter
 from tests.foreign.zoo import ZOO, Foreign
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of tracing what others wrote
@@ -66,8 +67,9 @@ def test_an_odd_network_with_saved_values_drawn(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("foreign", [foreign for foreign in ZOO if foreign.quick], ids=str)
+@pytest.mark.parametrize(
+    ("foreign", "mode"), quarter((f, mode) for f in ZOO if f.quick for mode in ("train", "eval")), ids=str
+)
 def test_foreign_models(foreign: Foreign, mode: str) -> None:
     torch.manual_seed(0)
     model = foreign.build().train(mode == "train")

@@ -13,7 +13,7 @@ from torch import nn
 
 import outcore
 from tests.foreign.foreign import Foreign
-from tests.foreign.sample import rotating
+from tests.foreign.sample import quarter, rotating
 from tests.foreign.zoo import QUICK, ZOO
 from tests.graph.replay import assert_same, run
 
@@ -26,8 +26,7 @@ def test_captured_in_train_mode_and_replayed_with_another_batch(foreign: Foreign
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("foreign", ZOO, ids=str)
+@pytest.mark.parametrize(("foreign", "mode"), quarter((f, mode) for f in ZOO for mode in ("train", "eval")), ids=str)
 def test_captured_in_one_mode_and_replayed_in_both(foreign: Foreign, mode: str) -> None:
     other = "eval" if mode == "train" else "train"
     check(foreign, captured_in=mode, replayed=[(mode, 2), (other, 2), (mode, 3)])

@@ -9,15 +9,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..foreign.sample import rotating
+from ..foreign.sample import quarter, rotating
 from ..foreign.zoo import QUICK, ZOO, Foreign, by_name
 from .examine import PRECISIONS, Verdict, examine
 
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("foreign", ZOO, ids=str)
+@pytest.mark.parametrize(("foreign", "precision"), quarter((f, p) for f in ZOO for p in PRECISIONS), ids=str)
 def test_all_foreign_models(foreign: Foreign, precision: str) -> None:
     _judge(examine(foreign, torch.device("cpu"), precision))
 

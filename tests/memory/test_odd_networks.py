@@ -13,6 +13,7 @@ from torch import nn
 import outcore
 from outcore.errors import PlanError
 
+from ..foreign.sample import quarter
 from .examine import examine
 from .odd_networks import odd_network, odd_volume
 from .odd_sequences import odd_sequence
@@ -28,7 +29,7 @@ QUICK, MANY = range(12), range(12, 150)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(kind, form) for kind, forms in FORMS.items() for form in forms])
-@pytest.mark.parametrize("number", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in MANY)])
+@pytest.mark.parametrize("number", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in quarter(MANY))])
 def test_odd_networks(number: int, kind: str, precision: str) -> None:
     _equal(kind, number, torch.device("cpu"), precision)
 
@@ -52,7 +53,9 @@ STATES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 100))])
+@pytest.mark.parametrize(
+    "number", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in quarter(range(5, 100)))]
+)
 def test_steps_of_odd_networks_within_a_budget_or_with_their_state_away(number: int, kind: str) -> None:
     """A smaller batch in between, and what is planned, refused and planned again leaves no trace."""
     foreign, choice = KINDS[kind](number), random.Random(number)

@@ -2,9 +2,11 @@
 
 import pytest
 
-from ..foreign.sample import rotating
+from ..foreign.sample import quarter, rotating
 from .programs import attributes, effects, found, loops, tools  # noqa: F401 - they fill the collection
 from .programs.run import PROGRAMS, differences, run_program
+
+MODES = ("recompute", "offload", "encode", "keep", *(f"mixture {seed}" for seed in range(6)))
 
 
 def test_there_are_enough_programs() -> None:
@@ -22,8 +24,7 @@ def test_a_program_trains_as_plain_pytorch_does(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["recompute", "offload", "encode", "keep", *(f"mixture {seed}" for seed in range(6))])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "mode"), quarter((name, mode) for name in PROGRAMS for mode in MODES))
 def test_a_program_trains_as_plain_pytorch_does_under_every_policy(name: str, mode: str) -> None:
     how, _, seed = mode.partition(" ")
     plain = run_program(name, None, int(seed or 0))

@@ -11,6 +11,7 @@ import outcore
 from outcore.cost.costs import Costs
 from outcore.cost.measured.bench import CallBench
 from outcore.cost.measured.measure import measure
+from tests.foreign.sample import quarter
 from tests.foreign.zoo import QUICK, Foreign
 
 
@@ -155,7 +156,7 @@ def test_a_gpu_that_is_not_here_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.foreign
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("foreign", QUICK, ids=str)
+@pytest.mark.parametrize("foreign", quarter(QUICK), ids=str)
 def test_foreign_models_are_measured_call_by_call(foreign: Foreign) -> None:
     torch.manual_seed(0)
     model = foreign.build().train()

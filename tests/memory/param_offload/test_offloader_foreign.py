@@ -10,6 +10,7 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.state_policy import ladder
+from tests.foreign.sample import quarter
 from tests.foreign.zoo import QUICK, by_name
 from tests.memory.oracle import total
 from tests.memory.param_offload.test_offloader import ADAM
@@ -23,7 +24,7 @@ def test_foreign_models_through_a_window(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize("name", [foreign.name for foreign in QUICK])
+@pytest.mark.parametrize("name", quarter([foreign.name for foreign in QUICK]))
 def test_more_foreign_models_through_a_window(name: str) -> None:
     _trains_as_plain(name)
 
