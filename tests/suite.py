@@ -8,6 +8,7 @@ is dist/test-all.md; what pytest printed lies beside it.
     python -m tests.suite             every part that has not passed yet
     python -m tests.suite memory run  these parts, whatever they did before
     python -m tests.suite --again     every part, from the start
+    python -m tests.suite --gpu       the tests of a GPU, file by file, four files at a time: dist/test-gpu.md
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DIST = ROOT / "dist" / "test-all"
+DIST = ROOT / "dist"
 KERNELS = (
     "tests/kernels",
     "tests/scan/kernels",
@@ -43,6 +46,13 @@ def parts() -> dict[str, list[str]]:
     return chosen | {name: ["-m", "not gpu and not kernel", f"tests/{name}"] for name in folders}
 
 
+def gpu_parts() -> dict[str, list[str]]:
+    """The same of the tests of a GPU: each file is a part, since what one leaves in the allocator disturbs the next."""
+    files = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
+    names = [str(p.relative_to(ROOT)) for p in files]
+    return {n.removeprefix("tests/").replace("/", "."): ["-m", "gpu and not slow", n] for n in names}
+
+
 def source() -> str:
     """The commit, and a digest of what was changed since."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -50,23 +60,20 @@ def source() -> str:
     return commit.strip() + ("+" + hashlib.sha256(changes).hexdigest()[:8] if changes else "")
 
 
-def run(name: str, arguments: list[str], workers: int) -> dict[str, object]:
+def run(name: str, arguments: list[str], log: Path) -> dict[str, object]:
     """One part's outcome: counts by word, seconds, whether pytest was content."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if name == "interpreted kernels":
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-n", str(workers), "--durations=30", *arguments]
     began = time.monotonic()
-    with (DIST / f"{name}.log").open("w", encoding="utf-8") as log:
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                log.write(line)
-                print(line, end="", flush=True)
-    return counted(DIST / f"{name}.log") | {
-        "seconds": round(time.monotonic() - began),
-        "ok": process.returncode in (0, NO_TESTS),
-    }
+    with log.open("w", encoding="utf-8") as lines:
+        command = [sys.executable, "-m", "pytest", "--durations=30", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=lines, stderr=subprocess.STDOUT)
+    found = counted(log) | {"seconds": round(time.monotonic() - began), "ok": done.returncode in (0, NO_TESTS)}
+    print(f"{name}: " + ", ".join(f"{value} {word}" for word, value in found.items() if word != "ok"), flush=True)
+    if not found["ok"]:
+        print(log.read_text(encoding="utf-8"), flush=True)
+    return found
 
 
 def counted(log: Path) -> dict[str, object]:
@@ -75,9 +82,9 @@ def counted(log: Path) -> dict[str, object]:
     return {word: int(number) for number, word in said[-1]} if said else {}
 
 
-def table(done: dict[str, dict[str, object]], of: str) -> str:
+def table(done: dict[str, dict[str, object]], of: str, what: str) -> str:
     words = ("passed", "skipped", "failed", "seconds")
-    lines = [f"Every test but those of a GPU, {time.strftime('%Y-%m-%d')}, commit {of}.", ""]
+    lines = [f"{what}, {time.strftime('%Y-%m-%d')}, commit {of}.", ""]
     lines += ["| part | " + " | ".join(words) + " |", "|---|" + "---|" * len(words)]
     rows = [(name, [_number(row, word) for word in words]) for name, row in done.items()]
     rows.append(("all", [sum(numbers) for numbers in zip(*(r for _, r in rows), strict=True)]))
@@ -97,22 +104,29 @@ def main() -> int:
         "parts", nargs="*", metavar="PART", help="folders of tests/, or 'interpreted kernels', or 'top'"
     )
     parser.add_argument("--again", action="store_true", help="from the start")
-    parser.add_argument("--workers", type=int, default=2, help="processes of pytest (2)")
+    parser.add_argument("--gpu", action="store_true", help="the tests of a GPU alone")
     options = parser.parse_args()
-    every, of = parts(), source()
+    every, of = gpu_parts() if options.gpu else parts(), source()
     if unknown := [name for name in options.parts if name not in every]:
         parser.error(f"no part is called {unknown[0]}; there are {', '.join(every)}")
-    DIST.mkdir(parents=True, exist_ok=True)
-    kept = DIST / "done.json"
+    name, what = ("test-gpu", "Tests of a GPU") if options.gpu else ("test-all", "Every test but those of a GPU")
+    logs, written = DIST / name, threading.Lock()
+    logs.mkdir(parents=True, exist_ok=True)
+    kept = logs / "done.json"
     stored = json.loads(kept.read_text()) if kept.exists() and not options.again else {}
     done: dict[str, dict[str, object]] = stored.get("parts", {}) if stored.get("source") == of else {}
-    for name in options.parts or [n for n in every if not done.get(n, {}).get("ok")]:
-        print(f"== {name}", flush=True)
-        done[name] = run(name, every[name], options.workers)
-        ordered = {n: done[n] for n in every if n in done}
-        kept.write_text(json.dumps({"source": of, "parts": ordered}, indent=1))
-        (DIST.parent / "test-all.md").write_text(table(ordered, of))
-    print(table({n: done[n] for n in every if n in done}, of))
+
+    def take(part: str) -> None:
+        outcome = run(part, [*([] if options.gpu else ["-n", "2"]), *every[part]], logs / f"{part}.log")
+        with written:
+            done[part] = outcome
+            ordered = {n: done[n] for n in every if n in done}
+            kept.write_text(json.dumps({"source": of, "parts": ordered}, indent=1))
+            (DIST / f"{name}.md").write_text(table(ordered, of, what))
+
+    with ThreadPoolExecutor(4 if options.gpu else 1) as pool:
+        list(pool.map(take, options.parts or [n for n in every if not done.get(n, {}).get("ok")]))
+    print((DIST / f"{name}.md").read_text())
     return 0 if all(row["ok"] for row in done.values()) else 1
 
 
