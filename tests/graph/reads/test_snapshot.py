@@ -249,13 +249,13 @@ class Counting(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.layer, self.step, self.what = nn.Linear(3, 3), 0, what
-        self.space, self.draws = types.SimpleNamespace(n=0), np.random.default_rng(0)
+        self.space, self.draws = types.SimpleNamespace(n=[]), np.random.default_rng(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.what == "counter":
             self.step += 1
         elif self.what == "inside":
-            self.space.n += 1
+            self.space.n.append(1)
         else:
             x = x * self.draws.random()
         return self.layer(x) * (1 + self.step)

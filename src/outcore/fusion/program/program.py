@@ -32,7 +32,9 @@ from outcore.fusion.training import MemberTraining
 from outcore.graph import Graph, capture
 from outcore.graph.naming import function_name
 from outcore.graph.reads.snapshot import Snapshot
+from outcore.graph.reads.writes import Effects
 from outcore.graph.record.keys import hooks_of
+from outcore.graph.record.preserve import ModelState
 from outcore.graph.record.recording import Recording, Ref, Step, fill, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.ops.random import RANDOM
@@ -83,7 +85,7 @@ class StackedProgram:
     ) -> StackedProgram:
         """Record a step of the members on a batch."""
         with rnn_weights_anywhere():
-            graph = capture(members[0], args)
+            graph = _settled(members, args)
         assert graph.executable is not None
         recording = graph.executable[1]
         others: dict[int, Recording] = {}
@@ -175,6 +177,33 @@ class StackedProgram:
 
 
 _GONE = object()
+
+
+def _settled(members: Sequence[MemberTraining], args: tuple[Any, ...]) -> Graph:
+    """The graph of the first member, after all have done what forward does in their first call: hooks that it
+    registers, settings that it completes."""
+    graph = capture(members[0], args)
+    assert graph.executable is not None
+    effects = graph.executable[1].effects
+    if not effects or not effects.repeatable:
+        return graph
+    before = ModelState(members[0], ())
+    _repeat(effects, members[0])
+    settled = capture(members[0], args)
+    assert settled.executable is not None
+    if settled.executable[1].effects:  # it is done in every call
+        before.restore()
+        return graph
+    for member in members[1:]:
+        own = capture(member, args).executable
+        if own is not None and own[1].effects is not None:
+            _repeat(own[1].effects, member)
+    return settled
+
+
+def _repeat(effects: Effects, member: MemberTraining) -> None:
+    effects.register(member)
+    replace(effects, hooks=()).apply_plain(member, "a fused model")
 
 
 def _reads(

@@ -3,11 +3,15 @@
 A recording repeats calls on tensors; what the model's code did beside them (``self.aux_loss = loss``, ``self.seen =
 True``, ``self.features.append(x)``) has to be done again after each replay, with the tensors of that replay. A run is
 therefore compared with what was there before it: an attribute with another value is *set*, a list that has grown at its
-end is *extended*, one with other entries *assigned* to, a dictionary with other entries is *updated*. The value is a
-template, like the result of a recording.
+end is *extended*, one with other entries *assigned* to, a dictionary with other entries is *updated*, as are the
+attributes of an object (``self.config.problem_type = ...``). The value is a template, like the result of a recording.
 
-What a template cannot say (an object of the user's changed inside, a global name, a generator of NumPy's) is named
-instead (`Effects.lost`), and the recording must not stand for the model.
+Hooks that forward registers, as some libraries do in the first call, stand apart: they belong to the calls of the very
+run that registers them, so a recording of that run cannot be replayed. The model itself has to be called once, or the
+hooks registered (`Effects.register`) and the model recorded again.
+
+What a template cannot say (what an object of the user's holds changed inside, a global name, a generator of NumPy's) is
+named instead (`Effects.lost`), and the recording must not stand for the model.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import nn
 
 from outcore.errors import VaryingError
+from outcore.graph.reads.frozen import GONE, attributes_of, frozen
 from outcore.graph.record.recording import Ref, fill
 from outcore.graph.structure import leaves
 
@@ -37,7 +42,7 @@ class ModuleWrite:
     name: str
     description: str
     """Its name in a sentence."""
-    how: Literal["set", "buffer", "delete", "extend", "assign", "update"]
+    how: Literal["set", "buffer", "delete", "extend", "assign", "update", "attributes"]
     template: Any = None
 
     def apply(self, model: nn.Module, get: Callable[[Ref], Any]) -> None:
@@ -58,6 +63,9 @@ class ModuleWrite:
                     module.__dict__[self.name][i] = entry
             case "update":
                 module.__dict__[self.name].update(value)
+            case "attributes":
+                for name, entry in value.items():
+                    setattr(module.__dict__[self.name], name, entry)
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -72,9 +80,16 @@ class Effects:
     writes: tuple[ModuleWrite, ...] = ()
     lost: tuple[str, ...] = ()
     """Changes that cannot be repeated, each described in words."""
+    hooks: tuple[ModuleWrite, ...] = ()
+    """Hooks that the run has registered."""
 
     def __bool__(self) -> bool:
-        return bool(self.writes or self.lost)
+        return bool(self.writes or self.lost or self.hooks)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it can be repeated without the tensors of a run."""
+        return not self.lost and all(next(leaves(write.template, Ref), None) is None for write in self.writes)
 
     def apply(self, model: nn.Module, get: Callable[[Ref], Any]) -> None:
         """Do to a model what the run did."""
@@ -94,8 +109,18 @@ class Effects:
         for write in self.writes:
             write.apply(model, _no_tensor)
 
+    def register(self, model: nn.Module) -> None:
+        """Register the hooks that the run has registered."""
+        for write in self.hooks:
+            write.apply(model, _no_tensor)
+
     def refuse_lost(self) -> None:
         """Raise `VaryingError` if a replay would not repeat all of it."""
+        if self.hooks:
+            raise VaryingError(
+                f"forward registers {self.hooks[0].description}, which a recording cannot do again; if that is done "
+                "only once, call the model once before"
+            )
         if self.lost:
             raise VaryingError(
                 f"forward changes {self.lost[0]}, which a recording cannot do again; assign a new value to an "
@@ -122,7 +147,8 @@ def change_of(before: Any, after: Any, content: Any) -> tuple[str, Any]:
     Args:
         before: the object before the run.
         after: the object after it.
-        content: a copy of what the object held before, if it is a list or a dictionary.
+        content: a copy of what the object held before, if it is a list or a dictionary; of an object its attributes,
+            each with a frozen copy.
     """
     if after is not before:
         return "set", after
@@ -133,6 +159,10 @@ def change_of(before: Any, after: Any, content: Any) -> tuple[str, Any]:
     if type(after) is dict and content.keys() <= after.keys():
         missing = object()
         return "update", {k: v for k, v in after.items() if content.get(k, missing) is not v}
+    if content is not None and (now := attributes_of(after)) is not None and content.keys() <= now.keys():
+        changed = {k: v for k, v in now.items() if content.get(k, (GONE,))[0] is not v}
+        if all(frozen(v) == content[k][1] for k, v in now.items() if k not in changed):
+            return "attributes", changed
     raise TypeError(type(after).__name__)
 
 

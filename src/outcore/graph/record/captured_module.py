@@ -86,6 +86,10 @@ class CapturedModule(nn.Module):
             self._changes.count(key, known[-1].reads)
         elif valid:
             self._changes.clear(key)
+        if not valid:
+            valid = [self.keep(self._record(self.model, args, kwargs), args, kwargs)]
+        if any(r.effects is not None and r.effects.hooks and not r.effects.lost for r in valid):
+            return self.model(*args, **kwargs)  # which registers its hooks; the next call is another recording
         for recording in valid:
             if not recording.uses_data:
                 return recording.run(self.model, tensors)

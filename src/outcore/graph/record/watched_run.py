@@ -20,7 +20,7 @@ from torch import nn
 from outcore.errors import CaptureError
 from outcore.graph.naming import kind_of
 from outcore.graph.reads.attributes import AttributeReads
-from outcore.graph.reads.frozen import GONE, frozen
+from outcore.graph.reads.frozen import GONE, attributes_of, frozen
 from outcore.graph.reads.functions import LookupPlace
 from outcore.graph.reads.snapshot import Snapshot, attribute_places, describe_attribute, outer_places, read_places
 from outcore.graph.reads.writes import Effects, ModuleWrite, change_of, templated
@@ -38,11 +38,8 @@ class WatchedRun:
         self._leaves = {id(m) for m in self.reads.modules if kind_of(m) != "container"}
         self._attributes = [(m, place, _copied(place)) for m, place in attribute_places(model)]
         self._outer = [(place, _copied(place)) for place in outer_places(model)]
-        self._contents = {
-            (id(m), p.name): type(value)(value)
-            for m, p, _ in self._attributes
-            if type(value := m.__dict__[p.name]) in (list, dict)
-        }
+        self._contents = {(id(m), p.name): _content(m.__dict__[p.name]) for m, p, _ in self._attributes}
+        self._hooks = {id(m): {name: dict(m.__dict__[name]) for name in _hook_tables(m)} for m in self.reads.modules}
         self._buffers = {id(m): dict(m._buffers) for m in self.reads.modules if id(m) not in self._leaves}
         self._generators = [(g, _state_of(g)) for g in self._found_generators()]
         self._drawn: set[int] = set()
@@ -90,10 +87,13 @@ class WatchedRun:
             for name, buffer in module._buffers.items():
                 if buffer is not before.get(name, GONE):
                     self._note(module, name, "buffer", buffer, ref, writes, lost)
+        hooks: list[ModuleWrite] = []
+        for module in self.reads.modules:
+            self._note_hooks(module, hooks, lost)
         for key, module in self.reads.strangers.items():
             if key not in self.reads.made and self.reads.written.get(key):
                 lost.append(describe_attribute(module, "", sorted(self.reads.written[key])[0]))
-        return Effects(tuple(writes), tuple(dict.fromkeys(lost)))
+        return Effects(tuple(writes), tuple(dict.fromkeys(lost)), tuple(hooks))
 
     def snapshot(self, constants: Iterable[torch.Tensor]) -> Snapshot:
         """What the run depends on; called when the model is as it was before.
@@ -127,6 +127,20 @@ class WatchedRun:
             return
         self._note(module, name, how, value, ref, writes, lost)
 
+    def _note_hooks(self, module: nn.Module, hooks: list[ModuleWrite], lost: list[str]) -> None:
+        """Hooks that were registered in the run."""
+        path = self._paths[id(module)]
+        told = describe_attribute(module, path, "hooks").removeprefix("self.")
+        for name in _hook_tables(module):
+            before, now = self._hooks[id(module)].get(name, {}), module.__dict__[name]
+            if before == now:
+                continue
+            if before.keys() <= now.keys():
+                new = {key: hook for key, hook in now.items() if key not in before}
+                hooks.append(ModuleWrite(path, name, told, "update", new))
+            else:
+                lost.append(told)
+
     def _note(
         self, module: nn.Module, name: str, how: Any, value: Any, ref: Any, writes: list[ModuleWrite], lost: list[str]
     ) -> None:
@@ -140,6 +154,20 @@ class WatchedRun:
         values = [v for m in self.reads.modules for v in m.__dict__.values()] + [p.read() for p, _ in self._outer]
         kinds = random.Random | np.random.Generator | np.random.RandomState
         return list({id(v): v for v in values if isinstance(v, kinds)}.values())
+
+
+def _hook_tables(module: nn.Module) -> list[str]:
+    """The attributes in which a module has its hooks, and what is known of each of them."""
+    return [name for name in module.__dict__ if "_hooks" in name and isinstance(module.__dict__[name], dict)]
+
+
+def _content(value: Any) -> Any:
+    """A copy of a list or a dictionary; of an object its attributes, each with a frozen copy; else none."""
+    if type(value) in (list, dict):
+        return type(value)(value)
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or (inside := attributes_of(value)) is None:
+        return None
+    return {name: (entry, frozen(entry)) for name, entry in inside.items()}
 
 
 def _copied(place: LookupPlace) -> Any:
