@@ -15,9 +15,6 @@ import torch
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # What one test measures is none of another's business.
 os.environ["OUTCORE_CACHE"] = "off"
-# What was imported so far stays: the collector need not go through it for every test that asks what is left behind.
-gc.collect()
-gc.freeze()
 
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import settings
@@ -25,6 +22,10 @@ if importlib.util.find_spec("hypothesis") is not None:
     # The same examples in every run; HYPOTHESIS_SEARCH=1 looks for new ones.
     settings.register_profile("repeated", derandomize=not os.environ.get("HYPOTHESIS_SEARCH"))
     settings.load_profile("repeated")
+
+# What was imported so far stays: the collector need not go through it for every test that asks what is left behind.
+gc.collect()
+gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
