@@ -42,7 +42,7 @@ class Net(nn.Module):
         if self.how == "makes":
             made = Settings(4.0)
             made.factor = made.factor + 1.0
-            return self.layer(x) * made.factor
+            return self.layer(x) * made.factor * OUTSIDE.factor
         return self.layer(x) * self.__dict__["alpha"]
 
 
@@ -69,6 +69,8 @@ def test_a_module_that_forward_makes_depends_on_nothing_outside() -> None:
     for _ in range(3):
         assert torch.equal(module(x), net(x))
     assert reads.holds() and [len(of) for of in module.recordings.values()] == [1]
+    OUTSIDE.factor = 3.0
+    assert not reads.holds() and torch.equal(module(x), net(x))
 
 
 def test_a_look_at_all_attributes_reads_each() -> None:
