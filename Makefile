@@ -3,21 +3,22 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
-QUIET   = --quiet --disable-pip-version-check
+# Modules are compiled when they are first imported; of the thousands that are installed most never are.
+QUIET   = --quiet --disable-pip-version-check --no-compile
 # The packages that build ours are pinned too: by the first variable for pip before 25.3, by the second since.
 INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install $(QUIET)
 KERNELS = tests/kernels tests/scan/kernels tests/fusion/test_kernels.py tests/memory/encode/test_byte_index_pool.py \
 	tests/stream/execute/test_conv_epilogue.py
 
-.PHONY: demo test test-all kernels mutants pins lint types docs wheel release clean bench-gpu
+.PHONY: demo test test-all kernels keras mutants pins lint types docs wheel release clean bench-gpu
 
 demo: $(VENV)/.demo
 	$(BIN)/outcore demo
 
-# TensorFlow has processes of its own: it takes seconds to import, and does not get along with every other library.
-test: lint types kernels
+# What takes one core runs beside what takes another.
+test: $(VENV)/.test
+	$(MAKE) --jobs 3 lint types kernels keras
 	$(PYTEST) --ignore=tests/keras -m "not slow and not gpu and not kernel"
-	$(PYTEST) -m "not slow" tests/keras
 
 # Every part of the suite, slow cases too; run again, it goes on where it stopped. A table in dist/test-all.md. Of the
 # largest sweeps a quarter, another one with every commit; OUTCORE_SWEEPS=all runs them whole, for hours.
@@ -27,6 +28,10 @@ test-all: $(VENV)/.test
 # Triton's kernels on its interpreter, which runs them on a CPU.
 kernels: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PYTEST) -m "kernel and not slow" $(KERNELS)
+
+# TensorFlow has a process of its own: it takes seconds to import, and does not get along with every other library.
+keras: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/keras
 
 # Which one-line defects the quick tests notice: a table in dist/mutants.md. Hours on one core.
 mutants: $(VENV)/.test

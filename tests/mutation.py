@@ -2,24 +2,26 @@
 
 A test suite is trusted because its tests fail when the code is wrong. This script tries that out: it puts one defect
 at a time (a comparison flipped, a number off by one, `and` for `or`, a `not` or a statement left out, a constant
-returned, two arguments swapped) into a copy of the source and runs the quick tests of the same package until one fails.
+returned, two arguments swapped) into a copy of the source and runs the quick tests that reach it until one fails.
 
-First each package's quick tests run once, and every function of outcore that a test calls is written down, also
-in the processes that the test starts. A mutant is then tried on the tests that call its function alone, the
-shortest first, which takes seconds instead of the minutes of a whole folder; those that the package's own tests leave
-alive are tried on the tests of the other packages. Three ends: *killed* (a test failed or ran out of time), *survived*
-(all passed), *uncalled* (no quick test calls the function). Defects are drawn by a seed, for each package a share by
-its length and at least a dozen. Not drawn from: kernels of a GPU, words of messages, annotations, and code that is
-executed when a module is imported.
+First all quick tests run once, folder by folder, and every function of outcore that a test calls is written down, also
+in the processes that the test starts. This is kept in dist/mutation, by functions' names, and made again for a folder
+whose files have changed. A mutant is then tried on the tests that call its function alone, the shortest of its own
+package first and then those of others, which takes seconds instead of an hour. Three ends: *killed* (a test failed or
+ran out of time), *survived* (all passed), *uncalled* (no quick test calls the function). Defects are drawn by a seed,
+for each package a share by its length and at least a dozen. Not drawn from: kernels of a GPU, words of messages,
+annotations, and code that is executed when a module is imported.
 
     make mutants                                     300 mutants, table in dist/mutants.md
     python -m tests.mutation --count 40 --packages planner cost --seed 7
+    python -m tests.mutation --packages program --tests program planner    what these folders of tests notice
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
@@ -54,7 +56,7 @@ def begin(target):
             where = code.co_filename
             if "/src/outcore/" in where:
                 name = where.rpartition("/src/outcore/")[2]
-                os.write(out, f"{time.time()} {name}:{code.co_firstlineno}\\n".encode())
+                os.write(out, f"{time.time()} {name}:{code.co_qualname}\\n".encode())
     threading.settrace(called)
     sys.settrace(called)
     return seen
@@ -69,8 +71,10 @@ COMPARED: dict[type[ast.cmpop], str] = {
 COMPUTED: dict[type[ast.operator], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*",
 }  # fmt: skip
+NO_TESTS = 5  # pytest's exit status where everything was deselected
 CONSTANTS = {"bool": ("True", "False"), "int": ("0", "1"), "float": ("0.0", "1.0"), "str": ("''",)}
-CLOSEST = {"": ["tests/test_*.py", "tests/cli"]}
+LOOSE = "outcore"
+"""What the modules beside the packages, and the tests beside the folders, are called."""
 
 
 @dataclass
@@ -79,8 +83,8 @@ class Mutant:
 
     file: str
     line: int
-    function: int
-    """The line that the function begins in, as its code object says."""
+    function: str
+    """Its name, as its code object says."""
     kind: str
     start: int
     stop: int
@@ -92,8 +96,8 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The folder of the file; nothing for the modules of outcore itself."""
-        return self.file.split("/")[0] if "/" in self.file else ""
+        """The folder of the file."""
+        return self.file.split("/")[0] if "/" in self.file else LOOSE
 
 
 def defects(file: str, source: str) -> Iterator[Mutant]:
@@ -146,16 +150,18 @@ def defects(file: str, source: str) -> Iterator[Mutant]:
                     gap = data[span(first)[1] : span(second)[0]].decode()
                     yield "arguments swapped", (span(first)[0], span(second)[1], text(second) + gap + text(first))
 
-    def walk(node: ast.AST, function: ast.AST | None, returns: str) -> Iterator[Mutant]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            returns = ast.unparse(node.returns) if node.returns else ""
+    def walk(node: ast.AST, function: str, inside: str, returns: str) -> Iterator[Mutant]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = inside + node.name
+            within = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
+            if not isinstance(node, ast.ClassDef):
+                function, returns = name, ast.unparse(node.returns) if node.returns else ""
             for child in node.body:
-                yield from walk(child, node, returns)
+                yield from walk(child, function, within, returns)
             return
         if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom):
             return
-        if function is not None:
-            first = min([function.lineno, *(d.lineno for d in function.decorator_list)])  # type: ignore[attr-defined]
+        if function:
             made = list(at(node))
             if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
                 for constant in CONSTANTS.get(returns, ("None",) if "None" in returns else ()):
@@ -163,14 +169,14 @@ def defects(file: str, source: str) -> Iterator[Mutant]:
             for kind, change in made:
                 if change is not None:
                     row = node.test.lineno if isinstance(node, ast.If | ast.While) else node.lineno  # type: ignore[attr-defined]
-                    yield Mutant(file, row, first, kind, *change)
+                    yield Mutant(file, row, function, kind, *change)
         for name, value in ast.iter_fields(node):
             if name not in ("annotation", "decorator_list", "returns"):
                 for child in value if isinstance(value, list) else [value]:
                     if isinstance(child, ast.AST):
-                        yield from walk(child, function, returns)
+                        yield from walk(child, function, inside, returns)
 
-    yield from walk(ast.parse(source), None, "")
+    yield from walk(ast.parse(source), "", "", "")
 
 
 def _is_text(*nodes: ast.AST) -> bool:
@@ -181,7 +187,7 @@ def draw(source: Path, count: int, packages: list[str], seed: int) -> list[Mutan
     """Mutants of every package, a share by its length and at least a dozen; no two in one line."""
     found: dict[str, list[Mutant]] = defaultdict(list)
     for path in sorted(source.rglob("*.py")):
-        if not path.name.endswith(("triton_kernels.py", "_cuda.py")):
+        if "kernels" not in path.parts and not path.name.endswith(("triton_kernels.py", "_cuda.py")):
             words = path.read_text()
             for mutant in defects(str(path.relative_to(source)), words):
                 wrong = words.encode()[: mutant.start] + mutant.text.encode() + words.encode()[mutant.stop :]
@@ -200,10 +206,19 @@ def draw(source: Path, count: int, packages: list[str], seed: int) -> list[Mutan
 
 
 class Tests:
-    """The quick tests of a package, run in a fork of this process, which has torch and the rest imported already."""
+    """The quick tests, run in a fork of this process, which has torch and the rest imported already."""
 
-    def __init__(self, tree: Path, records: Path) -> None:
+    def __init__(self, tree: Path, records: Path, folders: list[str]) -> None:
         self.tree, self.records = tree, records
+        self.calls: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        """By function and folder of tests, the tests that call it."""
+        self.seconds: dict[str, float] = {}
+        there = sorted(p.name for p in (tree / "tests").iterdir() if any(p.rglob("test_*.py")))
+        for folder in folders or [LOOSE, *there]:
+            calls, seconds = self.calling(folder)
+            self.seconds |= seconds
+            for function, names in calls.items():
+                self.calls[function][folder] = names
 
     def call(self, arguments: list[str], time_s: float, before: Callable[[], Any] = lambda: None) -> int | None:
         """Pytest's exit status; none if it ran out of time."""
@@ -241,11 +256,16 @@ class Tests:
         os.waitpid(child, 0)
         return None
 
-    def calling(self, package: str) -> tuple[dict[str, set[str]], dict[str, float]]:
-        """By function, the tests that call it; by test, its seconds."""
-        stored = self.records / f"{package or 'outcore'}.json"
+    def calling(self, folder: str) -> tuple[dict[str, set[str]], dict[str, float]]:
+        """By function, the tests of a folder that call it; by test, its seconds."""
+        paths = sorted((self.tree / "tests").glob("test_*.py") if folder == LOOSE else [self.tree / "tests" / folder])
+        files = [p for path in paths for p in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+        content = hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:12]
+        stored = self.records / f"{folder}-{content}.json"
         if not stored.exists():
-            trace = self.records / f"{package or 'outcore'}.trace"
+            for old in self.records.glob(f"{folder}-????????????.json"):
+                old.unlink()
+            trace = self.records / f"{folder}.trace"
             trace.unlink(missing_ok=True)
             times: Path = trace.with_suffix(".times")
 
@@ -255,13 +275,10 @@ class Tests:
                 os.environ["MUTATION_TRACE"] = str(trace)
                 return _Times(times, space["begin"](str(trace)))
 
-            folders = CLOSEST.get(package, [f"tests/{package}"])
-            paths = [str(p.relative_to(self.tree)) for f in folders for p in sorted(self.tree.glob(f))]
-            code = self.call(paths, 3600, before)
-            if code not in (0, 1):
-                raise RuntimeError(
-                    f"the tests of {package or 'outcore'} did not run:\n{(self.tree / 'out.txt').read_text()}"
-                )
+            print(f"which test of {folder} calls what", flush=True)
+            code = self.call([str(p.relative_to(self.tree)) for p in paths], 7200, before)
+            if code not in (0, 1, NO_TESTS):
+                raise RuntimeError(f"the tests of {folder} did not run:\n{(self.tree / 'out.txt').read_text()}")
             stored.write_text(json.dumps(_joined(times, trace)))
             trace.unlink()
         read = json.loads(stored.read_text())
@@ -304,21 +321,26 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def try_out(mutant: Mutant, tests: Tests, seconds: float, packages: list[str]) -> None:
-    """Put the defect in, run the tests of these packages that call its function, take it out."""
-    able, times = [], dict[str, float]()
-    for calls, lasting in map(tests.calling, packages):
-        times |= lasting
-        able += calls.get(f"{mutant.file}:{mutant.function}", ())
-    able = sorted(set(able), key=lambda name: times[name])
-    chosen, total = [], 0.0
-    for name in able:
-        if chosen and total + times[name] > seconds:
-            break
-        chosen.append(name)
-        total += times[name]
+def chosen_for(mutant: Mutant, tests: Tests, seconds: float) -> tuple[list[str], int]:
+    """The shortest tests that call its function, half of the time for its own package's; how many there are."""
+    times, chosen, total = tests.seconds, list[str](), 0.0
+    able = tests.calls.get(f"{mutant.file}:{mutant.function}", {})
+    own = able.get(mutant.package, set())
+    for names, limit in ((own, seconds / 2), (set().union(*able.values()), seconds)):
+        for name in sorted(names - set(chosen), key=lambda name: times[name]):
+            if chosen and total + times[name] > limit:
+                break
+            chosen.append(name)
+            total += times[name]
+    return chosen, sum(map(len, able.values()))
+
+
+def try_out(mutant: Mutant, tests: Tests, seconds: float) -> None:
+    """Put the defect in, run tests that call its function, take it out."""
+    chosen, able = chosen_for(mutant, tests, seconds)
+    total = sum(tests.seconds[name] for name in chosen)
     if not chosen:
-        mutant.end = mutant.end or "uncalled"
+        mutant.end = "uncalled"
         return
     path = tests.tree / "src" / "outcore" / mutant.file
     right = path.read_bytes()
@@ -334,7 +356,7 @@ def try_out(mutant: Mutant, tests: Tests, seconds: float, packages: list[str]) -
     mutant.end = "survived" if code == 0 else "killed"
     said = (tests.tree / "out.txt").read_text(errors="replace").splitlines()
     failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-    mutant.by = "time" if code is None else (failed[0][:120] if failed else f"{len(chosen)} of {len(able)} tests")
+    mutant.by = "time" if code is None else (failed[0][:120] if failed else f"{len(chosen)} of {able} tests")
 
 
 def copy(target: Path) -> None:
@@ -350,7 +372,7 @@ def copy(target: Path) -> None:
 def table(mutants: list[Mutant]) -> str:
     """What was killed, by package, and those that were not."""
     lines = ["| package | mutants | killed | survived | uncalled |", "|---|---|---|---|---|"]
-    rows = {p or "outcore": [m for m in mutants if m.package == p] for p in sorted({m.package for m in mutants})}
+    rows = {p: [m for m in mutants if m.package == p] for p in sorted({m.package for m in mutants})}
     for name, of in [*rows.items(), ("all", mutants)]:
         ends = [sum(m.end == end for m in of) for end in ("killed", "survived", "uncalled")]
         lines.append(f"| {name} | {len(of)} | {ends[0]} ({ends[0] / max(len(of), 1):.0%}) | {ends[1]} | {ends[2]} |")
@@ -369,25 +391,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=40.0, help="of tests per mutant, at most")
     parser.add_argument("--packages", nargs="*", default=[])
-    parser.add_argument("--records", type=Path, help="a folder that keeps which test calls what, for another run")
+    parser.add_argument("--tests", nargs="*", default=[], help=f"folders of tests ({LOOSE}: those beside them); all")
+    parser.add_argument("--records", type=Path, default=ROOT / "dist" / "mutation", help="keeps which test calls what")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for name in ("torch", "pytest", "scipy.optimize", "sklearn"):
         __import__(name)
     with tempfile.TemporaryDirectory() as folder:
-        tree, records = Path(folder) / "tree", given.records or Path(folder)
-        records.mkdir(parents=True, exist_ok=True)
+        tree = Path(folder) / "tree"
+        given.records.mkdir(parents=True, exist_ok=True)
         copy(tree)
-        tests, done = Tests(tree, records), []
-        drawn = draw(tree / "src" / "outcore", given.count, given.packages, given.seed)
-        packages = sorted({m.package for m in drawn})
-        rounds = [(m, [m.package]) for m in drawn] + [(m, [p for p in packages if p != m.package]) for m in drawn]
-        for mutant, asked in rounds:
-            if mutant.end == "killed":
-                continue
-            done += [mutant] if not mutant.end else []
-            try_out(mutant, tests, given.seconds, asked)
+        tests, done = Tests(tree, given.records, given.tests), []
+        for mutant in draw(tree / "src" / "outcore", given.count, given.packages, given.seed):
+            try_out(mutant, tests, given.seconds)
+            done.append(mutant)
             print(f"{mutant.end:8} {mutant.time_s:5.1f} s  {mutant.file}:{mutant.line}  {mutant.shown}", flush=True)
             given.out.with_suffix(".md").write_text(table(done))
             given.out.with_suffix(".json").write_text(json.dumps([asdict(m) for m in done], indent=1))

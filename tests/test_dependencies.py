@@ -37,13 +37,16 @@ def declared(rows: list[str]) -> set[str]:
 def imported() -> dict[str, tuple[set[Path], bool]]:
     """Packages that src imports: where, and whether anywhere at the top of a module (and not for types alone)."""
     found: dict[str, tuple[set[Path], bool]] = {}
+    own = {"outcore", *sys.stdlib_module_names}
     for path in (ROOT / "src").rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = [node.module]
-            for package in {name.partition(".")[0] for name in names} - {"outcore", *sys.stdlib_module_names}:
+            for package in {name.partition(".")[0] for name in names} - own:
                 places, top = found.get(package, (set(), False))
                 found[package] = places | {path}, top or node in tree.body
     return found

@@ -47,7 +47,8 @@ def test_a_unet_is_folded_onto_the_ranks_there_are(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
-    refused = outcore_command("plan", *UNET, "--machine", "v100x2", "--memory", "1MiB")
+    network = ["outcore.models:LeNet", "-i", "8x3x32x32"]
+    refused = outcore_command("plan", *network, "--machine", "v100x2", "--memory", "64KiB")
     assert refused.returncode == 1
     assert "the smallest that can is" in refused.stderr
 

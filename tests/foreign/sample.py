@@ -6,14 +6,18 @@ import os
 import random
 import subprocess
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["commit", "quarter", "rotating"]
+import pytest
+
+__all__ = ["commit", "one_in", "quarter", "rotating"]
 
 T = TypeVar("T")
 
 
+@cache
 def commit() -> str:
     """The commit that is checked out, OUTCORE_SAMPLE if it is set; nothing where there is no repository."""
     if told := os.environ.get("OUTCORE_SAMPLE"):
@@ -37,3 +41,16 @@ def quarter(cases: Iterable[T]) -> list[T]:
     if os.environ.get("OUTCORE_SWEEPS") == "all":
         return every
     return [every[n] for n in sorted(rotating(range(len(every)), -(-len(every) // 4)))]
+
+
+def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
+    """All cases as parameters of a test: one of every so many in a row, drawn by the commit; the others are slow.
+
+    Of the next row another one: of a product with two values last, half of the cases have the one and half the other.
+    """
+    first = random.Random(commit()).randrange(count)
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*row, marks=() if (i + i // count + first) % count == 0 else pytest.mark.slow)
+        for i, row in enumerate(rows)
+    ]

@@ -20,7 +20,7 @@ from tests.graph.replay import assert_same, run
 pytestmark = [pytest.mark.foreign, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("foreign", rotating(QUICK, 16), ids=str)
+@pytest.mark.parametrize("foreign", rotating(QUICK, 10), ids=str)
 def test_captured_in_train_mode_and_replayed_with_another_batch(foreign: Foreign) -> None:
     check(foreign, captured_in="train", replayed=[("train", 3 if foreign.other_batch else 2)])
 

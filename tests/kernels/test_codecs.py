@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from outcore.memory.encode import bitmask, pool_positions, sparse_quantize
 from outcore.memory.encode.pool_positions import PoolWindow
 from outcore.ops.encoding import GROUP
+from tests.foreign.sample import one_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -66,9 +68,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype is b.dtype and not bool((differ & ~(a.isnan() & b.isnan())).any())
 
 
-@pytest.mark.parametrize("width", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "width"), one_in(2, product(KINDS, DTYPES, [8, 4])))
 def test_eight_or_four_bits_in_groups(kind: str, dtype: torch.dtype, width: int) -> None:
     from outcore.kernels.sparse_quantize import dequantise, quantise
 
@@ -108,8 +108,7 @@ def test_halves_become_whole_again(kind: str) -> None:
             assert same(out, flat.to(whole)), (small, count)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.uint8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), one_in(2, product(KINDS, [*DTYPES, torch.float64, torch.uint8])))
 def test_without_zeros(kind: str, dtype: torch.dtype) -> None:
     for count in COUNTS:
         flat = numbers(kind, count, torch.float32).nan_to_num(1).mul(9).to(dtype) if dtype is torch.uint8 else None
@@ -167,11 +166,11 @@ def test_relu_with_its_bits_is_that_of_torch_on_the_same_device(kind: str, dtype
         assert same(flat, want), count
 
 
+POOLINGS = [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 1, False), (3, 2, 0, 2, True), (5, 3, 2, 1, True)]
+
+
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "dilation", "ceil"),
-    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 1, False), (3, 2, 0, 2, True), (5, 3, 2, 1, True)],
-)
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "ceil"), POOLINGS)
 def test_positions_in_a_window(kernel: int, stride: int, padding: int, dilation: int, ceil: bool, last: bool) -> None:
     from outcore.kernels.bitmask import to_indices, to_positions
 
@@ -209,16 +208,16 @@ def test_more_numbers_than_32_bits_can_count() -> None:
     assert int(back.sum()) == 6 and bool(back[places].all())
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "dilation", "ceil"),
-    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 1, False), (3, 2, 0, 2, True), (5, 3, 2, 1, True)],
+    ("pooling", "dtype", "last"),
+    one_in(2, product(POOLINGS, [torch.float32, torch.bfloat16, torch.float64], [False, True])),
 )
 def test_a_pool_by_positions_is_that_of_torch_on_the_same_device(
-    kernel: int, stride: int, padding: int, dilation: int, ceil: bool, dtype: torch.dtype, last: bool
+    pooling: tuple[int, int, int, int, bool], dtype: torch.dtype, last: bool
 ) -> None:
     from outcore.kernels.byte_index_pool import pool, unpool
+
+    kernel, stride, padding, dilation, ceil = pooling
 
     if INTERPRETED and dtype is torch.bfloat16:
         pytest.skip("the interpreter cuts bfloat16 off instead of rounding")

@@ -8,11 +8,13 @@ from unittest import mock
 
 import pytest
 
-from outcore.machine import Device, Machine, find, known, rated, remembered
+from outcore.machine import Device, Machine, find, known, probe_cpu, rated, remembered
 
 
 def test_a_cpu_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(probe_cpu, "measure_matmul", lambda *_, **__: 1e11)  # measured in test_probe.py
+    monkeypatch.setattr(probe_cpu, "measure_disk", lambda *_, **__: (5e8, 2e9))
     cpu = next(d for d in (*remembered().devices, remembered().host) if d is not None and d.kind == "cpu")
     assert not cpu.rates
     made = rated(cpu)

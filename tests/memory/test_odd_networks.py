@@ -13,7 +13,7 @@ from torch import nn
 import outcore
 from outcore.errors import PlanError
 
-from ..foreign.sample import quarter
+from ..foreign.sample import one_in, quarter
 from .examine import examine
 from .odd_networks import odd_network, odd_volume
 from .odd_sequences import odd_sequence
@@ -28,8 +28,16 @@ FORMS = {
 QUICK, MANY = range(12), range(12, 150)
 
 
-@pytest.mark.parametrize(("kind", "precision"), [(kind, form) for kind, forms in FORMS.items() for form in forms])
-@pytest.mark.parametrize("number", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in quarter(MANY))])
+CASES = [(kind, form) for kind, forms in FORMS.items() for form in forms]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "precision"),
+    [
+        *one_in(2, [(n, *case) for n in QUICK for case in CASES]),
+        *(pytest.param(n, *case, marks=pytest.mark.slow) for n in quarter(MANY) for case in CASES),
+    ],
+)
 def test_odd_networks(number: int, kind: str, precision: str) -> None:
     _equal(kind, number, torch.device("cpu"), precision)
 

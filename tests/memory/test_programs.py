@@ -3,7 +3,7 @@
 import pytest
 
 from ..foreign.sample import quarter, rotating
-from .programs import attributes, effects, found, loops, tools  # noqa: F401 - they fill the collection
+from .programs import attributes, effects, found, loops, surroundings, tools  # noqa: F401 - they fill the collection
 from .programs.run import PROGRAMS, differences, run_program
 
 MODES = ("recompute", "offload", "encode", "keep", *(f"mixture {seed}" for seed in range(6)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from outcore import models
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.planner import CallWeights, Partition, Pipeline, plan, split, weights_from_shapes
+from tests.foreign.sample import one_in
 from tests.planner.nets import build
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -39,8 +41,7 @@ def network(name: str) -> tuple[Graph, CallWeights]:
     return graph, weights_from_shapes(graph)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize(("name", "stages"), one_in(3, product(NETWORKS, [2, 4, 8])))
 def test_networks_are_cut_by_every_balance(name: str, stages: int, capsys: pytest.CaptureFixture[str]) -> None:
     graph, weights = network(name)
     pipeline = Pipeline("1f1b", 8)
@@ -135,7 +136,7 @@ def test_foreign_networks_are_cut_evenly(name: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("devices", [8, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("share", [None, 0.5, pytest.param(0.01, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [*one_in(2, [None, 0.5]), pytest.param(0.01, marks=pytest.mark.slow)])
 def test_fifteen_hundred_calls_are_planned_in_seconds(
     devices: int, share: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:

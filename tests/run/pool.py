@@ -1,4 +1,8 @@
-"""Real processes for tests, started once and used again: each call is a world of its own with its own process group."""
+"""Real processes for tests, started once and used again: each call is a world of its own with its own process group.
+
+They are forked from one process that has imported torch and outcore and done nothing else: importing takes longer than
+most worlds do. What was imported is out of the garbage collector's sight, which looks for leftovers after every world.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ import torch.distributed as dist
 
 TIMEOUT_S = 240.0
 ENDED = "ended without an answer"
+IMPORTED = ["tests.run.training", "tests.run.varying", "tests.run.resuming"]
 GRACE_S = 60.0
 """How long the others may take when one has failed: the engine's own bounds are far below, a busy machine is not."""
 
@@ -29,6 +34,7 @@ class RankError(Exception):
 
 def _serve(connection: Any, port: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         task = connection.recv()
         if task is None:
@@ -99,7 +105,8 @@ class Pool:
     """Worker processes that run a function as the ranks of one world."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(IMPORTED)
         self._workers: dict[int, tuple[Any, Any]] = {}
         self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._count = 0

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from outcore.errors import CheckpointError
 from outcore.run.checkpoint.restore import read_weights
+from tests.foreign.sample import one_in
 from tests.run.networks import CASES
 from tests.run.pool import Pool
 from tests.run.resuming import BY_STAGES, go, save_twice, signalled, survive
@@ -24,15 +25,16 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_resumed_run_continues_bitwise(ranks: Pool, tmp_path: Path, wait: bool) -> None:
+def test_a_resumed_run_continues_bitwise(ranks: Pool, tmp_path: Path) -> None:
     plan = {"stages": 2, "schedule": "gems", "batches": 4}
     whole = ranks.run(go, 2, "transformer", plan, 0, 4)
-    first = ranks.run(go, 2, "transformer", plan, 0, 2, str(tmp_path), save=True, wait=wait)
-    second = ranks.run(go, 2, "transformer", plan, 2, 4, str(tmp_path), load=True)
-    assert first[0]["losses"] + second[0]["losses"] == whole[0]["losses"]
-    assert equal(second[0]["weights"], whole[0]["weights"]) and equal(second[1]["weights"], whole[0]["weights"])
-    assert second[0]["extra"] == {"epoch": 3} and second[0]["rate"] == whole[0]["rate"]
+    for wait in (True, False):
+        path = str(tmp_path / str(wait))
+        first = ranks.run(go, 2, "transformer", plan, 0, 2, path, save=True, wait=wait)
+        second = ranks.run(go, 2, "transformer", plan, 2, 4, path, load=True)
+        assert first[0]["losses"] + second[0]["losses"] == whole[0]["losses"]
+        assert all(equal(rank["weights"], whole[0]["weights"]) for rank in second)
+        assert second[0]["extra"] == {"epoch": 3} and second[0]["rate"] == whole[0]["rate"]
 
 
 def test_the_users_generators_continue(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_the_users_generators_continue(tmp_path: Path) -> None:
     assert whole["losses"][0] == first["losses"][0]
 
 
-@pytest.mark.parametrize(("saved_on", "resumed_on"), [(2, 1), (1, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("saved_on", "resumed_on"), one_in(2, [(2, 1), (1, 2), (2, 4), (4, 2)]))
 def test_another_number_of_ranks_resumes(ranks: Pool, tmp_path: Path, saved_on: int, resumed_on: int) -> None:
     oracle = go("resnet", BY_STAGES[1], 0, 4)
     ranks.run(go, saved_on, "resnet", BY_STAGES[saved_on], 0, 2, str(tmp_path), save=True)

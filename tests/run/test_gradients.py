@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from tests.foreign.sample import one_in
 from tests.run.networks import CASES
 from tests.run.pool import Pool
 from tests.run.training import alone, difference, plain, train
@@ -64,10 +66,9 @@ def _run(ranks: Pool, case: str, stages: int, schedule: str, replicas: int, step
     compare(ranks.run(train, stages * replicas, case, plan, steps, size), oracle(case, pieces, steps, size))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_stages(ranks: Pool, schedule: str) -> None:
-    for case in ("unet", "resnet"):
-        _run(ranks, case, 2, schedule, 1)
+@pytest.mark.parametrize(("schedule", "case"), one_in(2, product(SCHEDULES, ["unet", "resnet"])))
+def test_two_stages(ranks: Pool, schedule: str, case: str) -> None:
+    _run(ranks, case, 2, schedule, 1)
 
 
 def test_whole_numbers_travel_along_skips(ranks: Pool) -> None:
@@ -75,21 +76,22 @@ def test_whole_numbers_travel_along_skips(ranks: Pool) -> None:
         _run(ranks, "indices", 2, schedule, 1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gems-8"])
-def test_two_stages_on_two_replicas(ranks: Pool, schedule: str) -> None:
-    for case in ("unet-bn", "transformer"):
-        _run(ranks, case, 2, schedule, 2)
+@pytest.mark.parametrize(("schedule", "case"), one_in(2, product(["1f1b", "gems-8"], ["unet-bn", "transformer"])))
+def test_two_stages_on_two_replicas(ranks: Pool, schedule: str, case: str) -> None:
+    _run(ranks, case, 2, schedule, 2)
 
 
-@pytest.mark.parametrize("case", ["unet", "missing-skips", "inception", "densenet", "transformer"])
-def test_four_stages(ranks: Pool, case: str) -> None:
-    for schedule in ("1f1b", "gems-4"):
-        _run(ranks, case, 4, schedule, 1)
+FOUR = ["unet", "missing-skips", "inception", "densenet", "transformer"]
 
 
-def test_three_stages_under_gems_share_the_middle_one(ranks: Pool) -> None:
-    for case in ("unet", "resnet"):
-        _run(ranks, case, 3, "gems-4", 1)
+@pytest.mark.parametrize(("case", "schedule"), one_in(2, product(FOUR, ["1f1b", "gems-4"])))
+def test_four_stages(ranks: Pool, case: str, schedule: str) -> None:
+    _run(ranks, case, 4, schedule, 1)
+
+
+@pytest.mark.parametrize("case", one_in(2, ["unet", "resnet"]))
+def test_three_stages_under_gems_share_the_middle_one(ranks: Pool, case: str) -> None:
+    _run(ranks, case, 3, "gems-4", 1)
 
 
 @pytest.mark.slow

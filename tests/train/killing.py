@@ -1,10 +1,11 @@
 """Kill a run at each of its file operations, in processes that are forked from one that has imported everything.
 
-    python -m tests.train.killing FOLDER STRIDE
+    python -m tests.train.killing FOLDER STRIDE [FIRST]
 
 counts the operations of a small run (files opened to be written, writes, renames, links, removals, directories, fsyncs
-and checkpoint files), then for every STRIDE-th of them: begins the run anew, ends it with SIGKILL just before that
-operation (in the middle of it, if it writes), and runs the same command again. Prints a JSON list of what went wrong.
+and checkpoint files), then for every STRIDE-th of them from FIRST on: begins the run anew, ends it with SIGKILL just
+before that operation (in the middle of it, if it writes), and runs the same command again. Prints as JSON how many
+operations and kills there were, and what went wrong.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def in_a_fork(function: Callable[[], Any]) -> tuple[int, Any]:
     return os.waitstatus_to_exitcode(status), json.loads(said) if said else None
 
 
-def main(folder: Path, stride: int) -> list[str]:
+def main(folder: Path, stride: int, first: int = 1) -> list[str]:
     """Kill and go on; what went wrong."""
     torch.set_num_threads(1)
     job = write_job(folder)
@@ -147,8 +148,8 @@ def main(folder: Path, stride: int) -> list[str]:
     code, answer = in_a_fork(lambda: train(-1, straight))
     assert code == 0, answer
     operations = answer[2]
-    wanted, wrong = weights(straight), []
-    for number in range(1, operations + 1, stride):
+    wanted, wrong, numbers = weights(straight), [], range(first, operations + 1, stride)
+    for number in numbers:
         shutil.rmtree(out, ignore_errors=True)
         code, said = in_a_fork(lambda number=number: train(number, out))  # type: ignore[misc]
         if code != -signal.SIGKILL:
@@ -164,9 +165,9 @@ def main(folder: Path, stride: int) -> list[str]:
         )
         if left or not logs or not same(weights(out), wanted):
             wrong.append(f"{number}: left {left}, logs {'the same' if logs else 'differ'}")
-    print(json.dumps({"operations": operations, "wrong": wrong}))
+    print(json.dumps({"operations": operations, "kills": len(numbers), "wrong": wrong}))
     return wrong
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

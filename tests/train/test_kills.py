@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.foreign.sample import rotating
+
 from .running import same, weights, write_job
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +23,8 @@ BOUND_S = 180.0
 """Within which a run with a stopped rank has ended on a busy machine; outcore's own bounds add up to 60 s."""
 
 
-def kill_at_every(folder: Path, stride: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.train.killing", str(folder), str(stride)]
+def kill_at_every(folder: Path, stride: int, first: int = 1) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.train.killing", str(folder), str(stride), str(first)]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -31,8 +33,8 @@ def kill_at_every(folder: Path, stride: int) -> dict[str, Any]:
 
 
 def test_a_run_killed_at_some_of_its_file_operations_goes_on(tmp_path: Path) -> None:
-    found = kill_at_every(tmp_path, 67)
-    assert found["operations"] > 100 and found["wrong"] == []
+    found = kill_at_every(tmp_path, 100, *rotating(range(1, 101), 1))  # others with every commit
+    assert found["wrong"] == [] and found["operations"] > 100 and found["kills"] > 0
 
 
 @pytest.mark.slow

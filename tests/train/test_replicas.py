@@ -26,6 +26,9 @@ def optimizer(parameters):
 """
 
 
+TILES = ["--memory", "900KiB"]
+
+
 def prepared(folder: Path, *sizes: tuple[int, int]) -> list[str]:
     (folder / "job.py").write_text(JOB)
     rows = []
@@ -42,7 +45,7 @@ def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "budget",
-    [pytest.param([], id="plain", marks=pytest.mark.slow), pytest.param(["--memory", "900KiB"], id="in tiles")],
+    [pytest.param([], id="plain", marks=pytest.mark.slow), pytest.param(TILES, id="in tiles")],
 )
 def test_slides_of_different_sizes_train_as_on_one_rank(tmp_path: Path, budget: list[str]) -> None:
     command = prepared(tmp_path, (192, 128), (128, 192))
@@ -53,5 +56,13 @@ def test_slides_of_different_sizes_train_as_on_one_rank(tmp_path: Path, budget: 
     expected = weights(tmp_path, "one")
     for name, found in weights(tmp_path, "two").items():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow  # one rank goes on in tiles, and several ranks without, in quick tests
+@pytest.mark.parametrize("budget", [pytest.param([], id="plain"), pytest.param(TILES, id="in tiles")])
+def test_two_ranks_go_on(tmp_path: Path, budget: list[str]) -> None:
+    command = prepared(tmp_path, (192, 128), (128, 192))
+    two = outcore_command(*command, *budget, "--ranks", "2", "--out", "two", folder=tmp_path)
+    assert two.returncode == 0, two.stderr
     more = outcore_command(*command[:-1], "3", *budget, "--ranks", "2", "--out", "two", folder=tmp_path)
     assert more.returncode == 0, more.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from outcore.fusion import RunMode, choose, forecast
 from outcore.fusion.program import autotune
 from outcore.fusion.program.dry_run import dry_run
 from outcore.fusion.program.program import StackedProgram
+from tests.foreign.sample import one_in
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
 from tests.fusion.workloads import TINY
@@ -177,9 +179,10 @@ def test_missing_and_wrong_arguments_are_refused() -> None:
         small_array(optimizer=lambda p, i: optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
 
 
-@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("members", [3, 1])
-@pytest.mark.parametrize("workload", ["lstm-b32", "pointnet-cls-b32", "transformer-b20"])
+@pytest.mark.parametrize(
+    ("workload", "members", "low"),
+    one_in(2, product(["lstm-b32", "pointnet-cls-b32", "transformer-b20"], [3, 1], [None, torch.bfloat16])),
+)
 def test_a_dry_run_counts_what_a_step_makes(workload: str, members: int, low: torch.dtype | None) -> None:
     made, own_model = TINY[workload], members == 1
     if own_model and workload == "lstm-b32":

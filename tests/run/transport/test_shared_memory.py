@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from outcore.run.ranks.world import World
 from outcore.run.transport import shared_memory as shelves
 from outcore.run.transport.shared_memory import SharedRows
+from tests.foreign.sample import one_in
 from tests.run.pool import Pool
 from tests.run.training import train
 
@@ -69,11 +71,12 @@ def _train(case: str, plan: dict[str, Any], least: int, apart: bool = False) -> 
         shelves.LEAST_BYTES, SharedRows._meet = before, meet  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("plan", [{"schedule": "1f1b", "micro_batches": 4}, {"schedule": "gems", "batches": 4}])
-def test_shared_memory_and_sockets_carry_the_same(ranks: Pool, plan: dict[str, Any]) -> None:
-    for case in ("unet", "indices"):
-        ours = ranks.run(_train, 2, case, plan | {"stages": 2}, 1)
-        theirs = ranks.run(_train, 2, case, plan | {"stages": 2}, 1, apart=True)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert mine["losses"] == other["losses"]
-            assert all(torch.equal(t, other["weights"][n]) for n, t in mine["weights"].items())
+PLANS = [{"stages": 2, "schedule": "1f1b", "micro_batches": 4}, {"stages": 2, "schedule": "gems", "batches": 4}]
+
+
+@pytest.mark.parametrize(("plan", "case"), one_in(2, product(PLANS, ["unet", "indices"])))
+def test_shared_memory_and_sockets_carry_the_same(ranks: Pool, plan: dict[str, Any], case: str) -> None:
+    ours, theirs = ranks.run(_train, 2, case, plan, 1), ranks.run(_train, 2, case, plan, 1, apart=True)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["losses"] == other["losses"]
+        assert all(torch.equal(t, other["weights"][n]) for n, t in mine["weights"].items())

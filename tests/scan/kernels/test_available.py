@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from outcore.scan import Newton, Options
 from outcore.scan.kernels import available, backward, backward_sizes, forward
+from tests.foreign.sample import one_in
 from tests.scan.oracle import everything, initial, largest_error, pair
 
 pytestmark = [
@@ -20,13 +22,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "extra"), [("RNN", {}), ("RNN", {"nonlinearity": "relu"}), ("GRU", {}), ("LSTM", {})])
-@pytest.mark.parametrize(("solver", "newton"), [("products", None), (None, Newton(tolerance=1e-12))])
-@pytest.mark.parametrize("lengths", [None, [40, 7, 20]])
+CELLS = [("RNN", {}), ("RNN", {"nonlinearity": "relu"}), ("GRU", {}), ("LSTM", {})]
+WAYS = [("products", None), (None, Newton(tolerance=1e-12))]
+
+
+@pytest.mark.parametrize(("cell", "way", "lengths"), one_in(2, product(CELLS, WAYS, [None, [40, 7, 20]])))
 def test_gradients_equal_torchs(
-    kind: str, extra: dict[str, Any], solver: Any, newton: Newton | None, lengths: list[int] | None
+    cell: tuple[str, dict[str, Any]], way: tuple[Any, Newton | None], lengths: list[int] | None
 ) -> None:
-    reference, ours = pair(kind, 4, 5, Options(backward="scan", solver=solver, chunk=20, forward=newton), **extra)
+    options = Options(backward="scan", solver=way[0], chunk=20, forward=way[1])
+    reference, ours = pair(cell[0], 4, 5, options, **cell[1])
     x, state = torch.randn(40, 3, 4, dtype=torch.float64), initial(ours, 3)
     assert largest_error(everything(reference, x, state, lengths), everything(ours, x, state, lengths)) < 1e-9
     assert ours.report.layers[0].engine == "triton"
@@ -47,10 +52,15 @@ def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
     assert ("longest warm-up" in layer.fell_back) == (not looking)
 
 
-@pytest.mark.parametrize(("inputs", "hidden"), [(1, 20), (20, 20), pytest.param(3, 40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("solver", [None, "products"])
+@pytest.mark.parametrize(
+    ("solver", "inputs", "hidden"),
+    [
+        *one_in(2, [(solver, inputs, 20) for solver in (None, "products") for inputs in (1, 20)]),
+        *(pytest.param(solver, 3, 40, marks=pytest.mark.slow) for solver in (None, "products")),
+    ],
+)
 def test_weights_gradients_are_summed_up_where_the_inputs_are_not_asked_for(
-    inputs: int, hidden: int, solver: Any, monkeypatch: pytest.MonkeyPatch
+    solver: Any, inputs: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(backward_sizes.PROGRAMS, "tanh", 4)
     reference, ours = pair("RNN", inputs, hidden, Options(backward="scan", solver=solver, chunk=20))
