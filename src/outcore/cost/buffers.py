@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outcore.cost.costs import CallCost, Costs, Saved
-from outcore.cost.predicted.step_memory import calls_with_backward
+from outcore.cost.predicted.step_memory import calls_with_backward, outliving_values
 from outcore.graph import Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Ref
@@ -37,7 +37,8 @@ class Buffer:
     name: str
     """The first value in it; ``call~1`` for a derived tensor."""
     kind: Literal["value", "derived", "given"]
-    """Given: an input or output of the network, which the user holds anyway, or memory of the model's own tensors."""
+    """Given: an input or output of the network or what an attribute of it holds, which are there anyway, or memory of
+    the model's own tensors."""
     bytes: int
     element_bytes: int
     born: int
@@ -45,7 +46,7 @@ class Buffer:
     done: int
     """Position of the last call that writes into it."""
     last: int
-    """Position of the last call that uses it in forward."""
+    """Position of the last call in forward that uses it, or that runs while the user's code still holds it."""
     savers: Mapping[int, Need]
     """Positions of the calls whose backward needs it, with what they need of it."""
     shapes: frozenset[int] = frozenset()
@@ -102,7 +103,11 @@ class _Survey:
         self.order = list(graph.calls)
         self.place = {name: i for i, name in enumerate(self.order)}
         self.trained = calls_with_backward(graph, costs)
-        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)}
+        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)} | outliving_values(graph)
+        self.held: dict[str, int] = {}
+        for name, held in graph.values.items():
+            if held.held_until in self.place:
+                self.held[self.first(name)] = max(self.held.get(self.first(name), 0), self.place[held.held_until])
         self.writers: dict[str, list[str]] = {}
         self.readers: dict[str, list[int]] = {}
         self.sizes = {name: graph.values[name].bytes for name in graph.inputs}
@@ -205,7 +210,7 @@ class _Survey:
     def value(self, name: str, born: int) -> Buffer:
         """The buffer that begins with a value."""
         value, writers = self.graph.values[name], self.writers.get(name, [])
-        uses = [born, *self.readers.get(name, ()), *(self.place[w] for w in writers)]
+        uses = [born, self.held.get(name, born), *self.readers.get(name, ()), *(self.place[w] for w in writers)]
         writers = self.without_views(name, writers)
         sources = dict.fromkeys(
             self.first(v) for w in writers for v in self.graph.calls[w].inputs if self.first(v) != name
