@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outcore.cost.costs import CallCost, Costs, Saved
-from outcore.cost.predicted.step_memory import calls_with_backward, outliving_values
+from outcore.cost.predicted.held_values import held_values
+from outcore.cost.predicted.step_memory import calls_with_backward
 from outcore.graph import Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Ref
@@ -103,11 +104,9 @@ class _Survey:
         self.order = list(graph.calls)
         self.place = {name: i for i, name in enumerate(self.order)}
         self.trained = calls_with_backward(graph, costs)
-        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)} | outliving_values(graph)
-        self.held: dict[str, int] = {}
-        for name, held in graph.values.items():
-            if held.held_until in self.place:
-                self.held[self.first(name)] = max(self.held.get(self.first(name), 0), self.place[held.held_until])
+        holding = held_values(graph, costs, self.trained)
+        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)} | holding.outliving
+        self.held = holding.memory
         self.writers: dict[str, list[str]] = {}
         self.readers: dict[str, list[int]] = {}
         self.sizes = {name: graph.values[name].bytes for name in graph.inputs}

@@ -3,9 +3,9 @@
 The peak is not a sum over layers. A value lives from the call that makes it to the last that needs it, forward or
 backward; gradients of values live for a moment during backward; gradients of parameters appear one by one as backward
 produces them. In forward a value also lives as long as the user's code holds it, in a variable or a list
-(`outcore.graph.Value.held_until`); what an attribute of the model holds is there from step to step, and while the next
-one is made there are two. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer) and
-keeps a list of what is alive. The planner and the simulator use the same function, with some values *released* in
+(`outcore.cost.predicted.held_values`); what an attribute of the model holds is there from step to step, and while the
+next one is made there are two. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer)
+and keeps a list of what is alive. The planner and the simulator use the same function, with some values *released* in
 between.
 
     forward    | v1 v2 v3 ........ vn |                      values needed by backward accumulate
@@ -27,9 +27,10 @@ from torch import nn
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.held_values import held_values
 from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
-from outcore.graph.parts import OUTLIVES, ROOT, ancestors
+from outcore.graph.parts import ROOT, ancestors
 
 __all__ = [
     "BytesByUse",
@@ -38,7 +39,6 @@ __all__ = [
     "MemoryMoment",
     "calls_with_backward",
     "memory_curve",
-    "outliving_values",
 ]
 
 _GRANULARITY = {"cuda": 512}
@@ -198,13 +198,17 @@ class _Play:
                 self.uses[self.first(name)] = i
             for saved in costs.calls[call.name].saved if call.name in self.trained else ():
                 self.savers.setdefault(saved.of, set()).add(call.name)
-        place = {call.name: i for i, call in enumerate(self.order)}
-        for value in graph.values.values():
-            if value.held_until in place and (first := self.first(value.name)) in self.uses:
-                self.uses[first] = max(self.uses[first], place[value.held_until])
+        holding = held_values(graph, costs, self.trained)
+        for name, until in holding.memory.items():
+            if name in self.uses:
+                self.uses[name] = max(self.uses[name], until)
         self.kept = {self.first(name) for name in (*graph.inputs, *graph.outputs)}
-        self.outliving = outliving_values(graph) - self.kept
+        self.outliving = holding.outliving - self.kept
         self.kept |= self.outliving
+        self.branches: dict[int, list[str]] = {}
+        """Calls that backward does not come to, by the last call that runs while what they saved is there."""
+        for name, until in holding.branches.items():
+            self.branches.setdefault(until, []).append(name)
         self.ends: dict[int, list[str]] = {}
         for name, i in self.uses.items():
             self.ends.setdefault(i, []).append(name)
@@ -241,7 +245,7 @@ class _Play:
             if saved.kind == "derived":
                 self.take(saved.of, call.block, "feature_maps", saved.bytes)
         self.moment("forward", call.name, cost.workspace_forward_bytes)
-        for saved in cost.saved if call.name not in self.trained else ():
+        for saved in (saved for name in self.branches.get(i, ()) for saved in self.costs.calls[name].saved):
             if saved.kind == "derived":
                 self.give(saved.of)
         for name in self.outliving.intersection(cost.outputs):
@@ -371,11 +375,6 @@ def _differentiated(graph: Graph) -> list[str]:
         if inside.intersection(call.outputs):
             inside.update(call.inputs)
     return [name for name in wanted if name in losses or name not in inside]
-
-
-def outliving_values(graph: Graph) -> set[str]:
-    """The first values in memory that the user's code holds when forward is over."""
-    return {value.alias_of or name for name, value in graph.values.items() if value.held_until == OUTLIVES}
 
 
 def calls_with_backward(graph: Graph, costs: Costs) -> set[str]:
