@@ -103,7 +103,9 @@ class Source:
             self.statement()
         used = self.random.sample(self.names, min(3, len(self.names)))
         self.lines.append(f"return ({' + '.join([*used, 'self.conv(x)'])}).square().mean()")
-        return "def forward(self, x):\n    skips, x = [], self.conv(x)\n" + "".join(f"    {line}\n" for line in self.lines)
+        return "def forward(self, x):\n    skips, x = [], self.conv(x)\n" + "".join(
+            f"    {line}\n" for line in self.lines
+        )
 
 
 def program(seed: int, length: int = 12) -> tuple[nn.Module, Tensor, str]:
