@@ -40,7 +40,8 @@ def test_inputs_and_targets_are_cropped_alike_around_the_middle() -> None:
 def test_what_is_small_enough_stays_whole() -> None:
     small = job()
     assert fitting_side(small, small.capture(), None, CPU) is None
-    assert verify_job(small, steps=1, device="cpu").crop is None
+    verdict = verify_job(small, steps=1, device="cpu")
+    assert verdict.crop is None and verdict.whole_plain_bytes is None and "crop" not in verdict.peaks
 
 
 def test_a_plan_for_the_whole_is_verified_on_a_crop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +54,10 @@ def test_a_plan_for_the_whole_is_verified_on_a_crop(monkeypatch: pytest.MonkeyPa
     ).plain_bytes
     asked = verify_job(job(), memory=int(0.7 * plain), image=64, steps=1, device="cpu")
     assert asked.crop == (64, 128) and asked.grade == "bitwise equal"
+    whole_plan, whole_plain = asked.whole_planned_bytes, asked.whole_plain_bytes
+    assert whole_plan is not None and whole_plain is not None
+    assert asked.planned_bytes < asked.plain_bytes < whole_plan <= 0.7 * plain < whole_plain
+    assert asked.peaks.startswith("whole images: plan ") and "; the crop: " in asked.peaks
 
 
 def test_a_model_that_takes_one_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from outcore.graph import Graph
 from outcore.graph.record.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
-from outcore.machine.units import parse_budget
+from outcore.machine.units import format_bytes, parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.saved_tensors.lossy_error import lossy_buffers
 from outcore.plan_document import Plan
@@ -70,6 +70,21 @@ class Verdict:
     """Buffers that the plan holds in fewer bits than they have."""
     crop: tuple[int, int] | None = None
     """Longest side of the images that were tried, and of the whole ones, where these were too large."""
+    whole_plain_bytes: int | None = None
+    """With a crop: what plain training on the whole images is predicted to take; `plain_bytes` is for the crop."""
+    whole_planned_bytes: int | None = None
+    """With a crop: what the plan takes on the whole images, where it was made for them here."""
+
+    @property
+    def peaks(self) -> str:
+        """What the plan and plain training are predicted to take, and for which images that is."""
+        tried = f"{format_bytes(self.planned_bytes)} against {format_bytes(self.plain_bytes)} plain"
+        if self.crop is None or self.whole_plain_bytes is None:
+            return f"plan {tried} (predicted)"
+        plain = f"{format_bytes(self.whole_plain_bytes)} plain"
+        planned = self.whole_planned_bytes
+        whole = f"plan {format_bytes(planned)} against {plain}" if planned is not None else plain
+        return f"whole images: {whole}; the crop: {tried} (predicted)"
 
     @property
     def grade(self) -> str:
@@ -142,8 +157,10 @@ def verify_job(
         options["loss"] = lambda output: job.loss(output, target)
     plain_bytes = _plain_bytes(job, size, optimizer, where)
     budget_bytes = parse_budget(memory, plain_bytes) if isinstance(memory, str) else memory
+    whole_planned_bytes = None
     if crop is not None and plan is None:
-        plan, budget_bytes = _for_whole(whole, optimizer, budget_bytes, where), None
+        made = _for_whole(whole, optimizer, budget_bytes, where)
+        plan, budget_bytes, whole_planned_bytes = made.document(), None, made.peak_bytes
     if plan is None and budget_bytes is None:
         within(model, args, kwargs, memory=None, **options)
         budget_bytes = _halfway(model)
@@ -177,6 +194,8 @@ def verify_job(
         explained=chosen.explain(),
         lossy=len(lossy_buffers(parse_policies(chosen.policy))),
         crop=crop,
+        whole_plain_bytes=plain_bytes if crop is not None else None,
+        whole_planned_bytes=whole_planned_bytes,
     )
 
 
@@ -186,7 +205,7 @@ def _plain_bytes(job: Job, size: int | None, optimizer: Any, where: torch.device
     return memory_curve(graph, account(graph, where), optimizer=optimizer).peak_bytes
 
 
-def _for_whole(graph: Graph, optimizer: Any, budget_bytes: int | None, where: torch.device) -> Plan:
+def _for_whole(graph: Graph, optimizer: Any, budget_bytes: int | None, where: torch.device) -> MemoryPlan:
     """A plan for images that are too large to be tried."""
     rate = memory_rate(where)
     costs = by_bytes(account(graph, where), rate)
@@ -196,7 +215,7 @@ def _for_whole(graph: Graph, optimizer: Any, budget_bytes: int | None, where: to
     if budget_bytes is None:
         keeping = made(budget_bytes=None).keeping
         budget_bytes = (keeping.plain.peak_bytes + smallest(keeping, time_limit_s=1.0).outcome.peak_bytes) // 2
-    return made(budget_bytes=budget_bytes).document()
+    return made(budget_bytes=budget_bytes)
 
 
 def _halfway(model: nn.Module) -> int:

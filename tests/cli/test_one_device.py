@@ -36,3 +36,4 @@ def test_verify_without_a_plan(tmp_path: Path) -> None:
     checked = outcore_command("verify", *UNET, "--device", "cpu", "--steps", "1", folder=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert "verdict: bitwise equal" in checked.stdout
+    assert "after 1 step\n" in checked.stdout and " plain (predicted)" in checked.stdout

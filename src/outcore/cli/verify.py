@@ -14,7 +14,7 @@ from rich.table import Table
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
 from outcore.job import Job
-from outcore.machine.units import format_bytes
+from outcore.machine.units import counted
 from outcore.plan_document import Plan
 from outcore.verification import Verdict, verify_job
 
@@ -88,9 +88,9 @@ def _show(verdict: Verdict) -> None:
         console.print(f"and {len(worst) - 8} more, none worse", highlight=False)
     equal = sum(row.largest == 0 for row in verdict.rows)
     console.print(
-        f"\n{equal} of {len(verdict.rows)} parameters, {verdict.equal_buffers} of {verdict.buffers} buffers and "
-        f"{'all' if verdict.equal_losses else 'not all'} losses bitwise equal after {verdict.steps} steps; plan "
-        f"{format_bytes(verdict.planned_bytes)} against {format_bytes(verdict.plain_bytes)} plain (predicted)",
+        f"\n{equal} of {counted(len(verdict.rows), 'parameter')}, {verdict.equal_buffers} of "
+        f"{counted(verdict.buffers, 'buffer')} and {'all' if verdict.equal_losses else 'not all'} losses bitwise equal "
+        f"after {counted(verdict.steps, 'step')}\n{verdict.peaks}",
         highlight=False,
         markup=False,
     )

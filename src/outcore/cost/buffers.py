@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outcore.cost.costs import CallCost, Costs, Saved
+from outcore.cost.predicted.held_values import held_values
 from outcore.cost.predicted.step_memory import calls_with_backward
 from outcore.graph import Graph
 from outcore.graph.record.keys import hooks_of
@@ -37,7 +38,8 @@ class Buffer:
     name: str
     """The first value in it; ``call~1`` for a derived tensor."""
     kind: Literal["value", "derived", "given"]
-    """Given: an input or output of the network, which the user holds anyway, or memory of the model's own tensors."""
+    """Given: an input or output of the network or what an attribute of it holds, which are there anyway, or memory of
+    the model's own tensors."""
     bytes: int
     element_bytes: int
     born: int
@@ -45,7 +47,7 @@ class Buffer:
     done: int
     """Position of the last call that writes into it."""
     last: int
-    """Position of the last call that uses it in forward."""
+    """Position of the last call in forward that uses it, or that runs while the user's code still holds it."""
     savers: Mapping[int, Need]
     """Positions of the calls whose backward needs it, with what they need of it."""
     shapes: frozenset[int] = frozenset()
@@ -102,7 +104,9 @@ class _Survey:
         self.order = list(graph.calls)
         self.place = {name: i for i, name in enumerate(self.order)}
         self.trained = calls_with_backward(graph, costs)
-        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)}
+        holding = held_values(graph, costs, self.trained)
+        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)} | holding.outliving
+        self.held = holding.memory
         self.writers: dict[str, list[str]] = {}
         self.readers: dict[str, list[int]] = {}
         self.sizes = {name: graph.values[name].bytes for name in graph.inputs}
@@ -205,7 +209,7 @@ class _Survey:
     def value(self, name: str, born: int) -> Buffer:
         """The buffer that begins with a value."""
         value, writers = self.graph.values[name], self.writers.get(name, [])
-        uses = [born, *self.readers.get(name, ()), *(self.place[w] for w in writers)]
+        uses = [born, self.held.get(name, born), *self.readers.get(name, ()), *(self.place[w] for w in writers)]
         writers = self.without_views(name, writers)
         sources = dict.fromkeys(
             self.first(v) for w in writers for v in self.graph.calls[w].inputs if self.first(v) != name

@@ -43,6 +43,8 @@ class _Memory:
     """The last writer and the readers of one storage so far."""
 
     first: str
+    storage: torch.UntypedStorage
+    """Held, so that no other gets its address."""
     writer: str | None = None
     readers: list[str] = field(default_factory=list)
     """Calls that read it since it was last written."""
@@ -59,7 +61,7 @@ class StorageHistory:
         key = _storage(tensor)
         if key is None:
             return None
-        memory = self._of.setdefault(key, _Memory(name))
+        memory = self._of.setdefault(key, _Memory(name, tensor.untyped_storage()))
         return memory.first if memory.first != name else None
 
     def read(self, call: str, tensors: Iterable[torch.Tensor]) -> set[str]:

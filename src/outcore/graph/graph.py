@@ -155,7 +155,7 @@ class Graph:
             outputs=tuple(v for c in calls for v in c.outputs if leaves_it(self.values[v])),
             blocks={p: b for p, b in self.blocks.items() if p in kept_paths},
             calls={call.name: call for call in calls},
-            values={v: self.values[v] for v in used},
+            values={v: _let_go(self.values[v]) for v in used},
             executable=None,
         )
 
@@ -244,6 +244,11 @@ class Graph:
 
     def _unknown(self, path: str) -> OutcoreError:
         return OutcoreError(f"no block {path!r} in {self.root.type}; {suggest(path, self.blocks)}")
+
+
+def _let_go(value: Value) -> Value:
+    """The value without what the user's own code holds: a part of a graph is replayed."""
+    return value if value.held_until is None else replace(value, held_until=None)
 
 
 @functools.cache

@@ -13,13 +13,16 @@ paths, so they are the same on another machine, another torch version, another b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["ROOT", "Block", "BlockKind", "Call", "Value", "ancestors", "parent"]
+__all__ = ["OUTLIVES", "ROOT", "Block", "BlockKind", "Call", "Value", "ancestors", "parent"]
 
 ROOT = ""
 """The path of the whole model."""
+
+OUTLIVES = ""
+"""In place of a call: a value is held longer than ``forward`` runs."""
 
 BlockKind = Literal["container", "module", "function", "opaque"]
 """A container has blocks inside; the others are leaves: a torch.nn layer, a function, or a part that must stay whole
@@ -96,6 +99,10 @@ class Value:
     consumers: tuple[str, ...]
     alias_of: str | None
     """The earlier value whose memory it shares (a view, or the result of an in-place operation)."""
+    held_until: str | None = field(default=None, compare=False)
+    """The last call that runs while Python holds the tensor (a variable of ``forward``, a list, the arguments of a
+    module that is still running), where that is later than its last use; `OUTLIVES` where an attribute, or a list
+    outside of ``forward``, holds it. None in a part of a graph, which no code of the user's runs."""
 
 
 def parent(path: str) -> str:

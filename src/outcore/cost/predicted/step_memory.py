@@ -2,8 +2,11 @@
 
 The peak is not a sum over layers. A value lives from the call that makes it to the last that needs it, forward or
 backward; gradients of values live for a moment during backward; gradients of parameters appear one by one as backward
-produces them. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer) and keeps a list
-of what is alive. The planner and the simulator use the same function, with some values *released* in between.
+produces them. In forward a value also lives as long as the user's code holds it, in a variable or a list
+(`outcore.cost.predicted.held_values`); what an attribute of the model holds is there from step to step, and while the
+next one is made there are two. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer)
+and keeps a list of what is alive. The planner and the simulator use the same function, with some values *released* in
+between.
 
     forward    | v1 v2 v3 ........ vn |                      values needed by backward accumulate
     backward                          | gn ... g2 g1 |       and are freed, while gradients accumulate
@@ -24,11 +27,19 @@ from torch import nn
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.held_values import held_values
 from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
 from outcore.graph.parts import ROOT, ancestors
 
-__all__ = ["BytesByUse", "HeldMemory", "MemoryCurve", "MemoryMoment", "calls_with_backward", "memory_curve"]
+__all__ = [
+    "BytesByUse",
+    "HeldMemory",
+    "MemoryCurve",
+    "MemoryMoment",
+    "calls_with_backward",
+    "memory_curve",
+]
 
 _GRANULARITY = {"cuda": 512}
 """The device's allocator rounds sizes up to multiples of this."""
@@ -187,7 +198,17 @@ class _Play:
                 self.uses[self.first(name)] = i
             for saved in costs.calls[call.name].saved if call.name in self.trained else ():
                 self.savers.setdefault(saved.of, set()).add(call.name)
+        holding = held_values(graph, costs, self.trained)
+        for name, until in holding.memory.items():
+            if name in self.uses:
+                self.uses[name] = max(self.uses[name], until)
         self.kept = {self.first(name) for name in (*graph.inputs, *graph.outputs)}
+        self.outliving = holding.outliving - self.kept
+        self.kept |= self.outliving
+        self.branches: dict[int, list[str]] = {}
+        """Calls that backward does not come to, by the last call that runs while what they saved is there."""
+        for name, until in holding.branches.items():
+            self.branches.setdefault(until, []).append(name)
         self.ends: dict[int, list[str]] = {}
         for name, i in self.uses.items():
             self.ends.setdefault(i, []).append(name)
@@ -203,6 +224,8 @@ class _Play:
         self.take("libraries", "", "workspace", self.costs.library_bytes)
         for name in self.graph.inputs:
             self.take(self.first(name), "", "inputs", self.graph.values[name].bytes)
+        for name in self.outliving:
+            self.take(f"{name} of the step before", name.rpartition("#")[0], "feature_maps", self.size(name))
         for i, call in enumerate(self.order):
             self.forward(i, call, self.costs.calls[call.name])
         for name in _differentiated(self.graph):
@@ -222,9 +245,11 @@ class _Play:
             if saved.kind == "derived":
                 self.take(saved.of, call.block, "feature_maps", saved.bytes)
         self.moment("forward", call.name, cost.workspace_forward_bytes)
-        for saved in cost.saved if call.name not in self.trained else ():
+        for saved in (saved for name in self.branches.get(i, ()) for saved in self.costs.calls[name].saved):
             if saved.kind == "derived":
                 self.give(saved.of)
+        for name in self.outliving.intersection(cost.outputs):
+            self.give(f"{name} of the step before")
         for name in self.ends.get(i, ()):
             if name not in self.kept and (name in self.released or not self.savers.get(name)):
                 self.give(name)

@@ -130,6 +130,7 @@ def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...], mod
     for path, ref in leaves(recording.result, Ref):
         if ref.kind == "value":
             returned.setdefault(ref.name, path)
+    values = {n: replace(v, consumers=tuple(consumers.get(n, ()))) for n, v in recorder.values.items()}
     return Graph(
         model=f"{cls.__module__}.{cls.__qualname__}",
         training=recorder.model.training,
@@ -138,7 +139,7 @@ def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...], mod
         output_names=tuple(returned.values()),
         blocks=blocks_of(recorder),
         calls=recorder.calls,
-        values={n: replace(v, consumers=tuple(consumers.get(n, ()))) for n, v in recorder.values.items()},
+        values=values | {n: replace(values[n], held_until=call) for n, call in recorder.held_until.items()},
         notes=notes,
         executable=(module, recording),
     )

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import FunctionMeta
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +34,7 @@ from outcore.graph.naming import function_name, is_compiled, kind_of, literals, 
 from outcore.graph.parts import ROOT, BlockKind, Call, Value, ancestors
 from outcore.graph.record.intercept import call_module, opened
 from outcore.graph.record.recording import Context, Recording, Ref, Step
+from outcore.graph.record.references import References, unheld
 from outcore.graph.source import call_site
 from outcore.graph.structure import leaves, substitute
 
@@ -108,7 +110,10 @@ class Recorder(TorchFunctionMode):
         self.failed_in: str | None = None
         """The innermost container an exception came from."""
         self._names: dict[int, Ref] = {}
-        self._alive: list[torch.Tensor] = []  # no other tensor may get the identity of one we know
+        self._alive: list[torch.Tensor] = []  # no other tensor may get the identity of a constant
+        self._references = References(lambda: len(self.calls), self._forget)
+        self.held_until: dict[str, str] = {}
+        """Values that Python holds beyond their last use (`Value.held_until`), once the run is over."""
         self._memories = StorageHistory()
         self._stack: list[str] = []
         self._quiet = 0
@@ -120,7 +125,10 @@ class Recorder(TorchFunctionMode):
 
     def recording(self, result: Any) -> Recording:
         """What was recorded, given what the model returned."""
+        held = self._references.held_until(self.calls)
         template = substitute(result, torch.Tensor, self.ref)
+        given = {*self.inputs, *(ref.name for _, ref in leaves(template, Ref))}  # whoever calls the model holds them
+        self.held_until = {name: call for name, call in held.items() if name not in given}
         return Recording(self.inputs, self.steps, template, self.constants, self.ambient, self.uses_data, self.volatile)
 
     def is_quiet(self) -> int:
@@ -182,7 +190,8 @@ class Recorder(TorchFunctionMode):
             return run()
         versions = VersionCounters(args, kwargs)
         touched: list[torch.Tensor] = []
-        result = self._silently(run, touched)
+        with unheld() if isinstance(getattr(target, "__self__", None), FunctionMeta) else contextlib.nullcontext():
+            result = self._silently(run, touched)
         given = {id(t) for _, t in leaves((args, kwargs), torch.Tensor)}
         seen = [self._names[id(t)] for t in touched if id(t) in self._names and id(t) not in given]
         hidden = [ref.name for ref in seen if ref.kind == "value"]
@@ -237,7 +246,8 @@ class Recorder(TorchFunctionMode):
                 torch.Tensor,
                 lambda t: t if isinstance(t, FakeTensor) else fake.from_tensor(t),
             )
-        return func(*args, **kwargs)
+        with unheld():
+            return func(*args, **kwargs)
 
     def _silently(self, run: Callable[[], Any], touched: list[torch.Tensor] | None = None) -> Any:
         self._quiet, self._touched = self._quiet + 1, touched
@@ -336,9 +346,9 @@ class Recorder(TorchFunctionMode):
         return ref
 
     def _bind(self, name: str, tensor: torch.Tensor, producer: str | None) -> None:
-        """Name a tensor; from here on it is known by this name."""
+        """Name a tensor; from here on, as long as it lives, it is known by this name."""
         self._names[id(tensor)] = Ref("value", name)
-        self._alive.append(tensor)
+        self._references.watch(name, tensor)
         self.values[name] = Value(
             name=name,
             shape=tuple(tensor.shape),
@@ -350,6 +360,10 @@ class Recorder(TorchFunctionMode):
             consumers=(),
             alias_of=self._memories.place(name, tensor),
         )
+
+    def _forget(self, identity: int) -> None:
+        """A tensor has died."""
+        self._names.pop(identity, None)
 
     def _next_call(self, block: str, kind: BlockKind, type_: str) -> str:
         """Name of the call of a block that is about to be recorded."""

@@ -224,7 +224,8 @@ class StepModel:
                 _add(moment, gone, ends, size)
             else:
                 small, whole = self.held(buffer, how)
-                _add(moment, gone - 1, begins - 1, small)  # from when it is encoded
+                encoded = self.forward_at[buffer.done] if how.codec == "sign" else gone - 1  # signs are noted by ReLU
+                _add(moment, encoded, begins - 1, small)
                 _add(moment, begins, ends, whole)
                 room[begins] = max(room.get(begins, 0), small)  # both forms, while it is decoded
                 extra_s += self.coding_s(buffer, how)
