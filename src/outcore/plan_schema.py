@@ -44,7 +44,7 @@ _STREAM = Record(
 )
 _SPATIAL = Record(
     {"grid": ListOf(Whole(least=1, most=4096), 1, 3)},
-    {"cuts": ListOf(ListOf(Number(least=0, most=1)), 0, 3), "twice": ListOf(Text())},
+    {"cuts": ListOf(ListOf(Number(least=0, most=1)), 0, 3), "twice": ListOf(Text()), "early": ListOf(Text())},
 )
 _PREDICTED = Record(
     {"time_s": Number(least=0), "peak_bytes": ListOf(_BYTES, 1), "bubble": Number(least=0, most=1)},

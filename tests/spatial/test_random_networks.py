@@ -142,7 +142,8 @@ def one_network(data: st.DataObject, dims: int, seed: int) -> None:
         return
     if any(not torch.isfinite(t).all() for t in (out if isinstance(out, tuple) else (out,))):
         return
-    assert_split_is_plain(net, x, grid=grid, cuts=cuts, most=data.draw(st.sampled_from([1.0, 1.06, 9.0])))
+    early = data.draw(st.sampled_from([(), None]))
+    assert_split_is_plain(net, x, grid=grid, cuts=cuts, early=early, most=data.draw(st.sampled_from([1.0, 1.06, 9.0])))
 
 
 _SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}

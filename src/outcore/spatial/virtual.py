@@ -38,13 +38,14 @@ class VirtualRanks:
         *,
         cuts: tuple[tuple[float, ...], ...] = (),
         twice: Collection[str] = (),
+        early: Collection[str] | None = (),
     ) -> None:
         self.model = model
         self.graph = capture(model, tuple(args))
         self.network = RegionNetwork(self.graph)
         self.grid = PartGrid(shape_of(tuple(grid), self.network.rank), cuts)
         self.extent = split_extent(self.network, self.grid.counts)
-        self.layout: SplitLayout = lay_out(self.network, self.extent, self.grid, twice=twice)
+        self.layout: SplitLayout = lay_out(self.network, self.extent, self.grid, twice=twice, early=early)
         self.recording = self.network.recording
         self.copies = [model, *(_with_own_buffers(model) for _ in range(len(self.grid) - 1))]
         rest = set(self.graph.calls) - self.extent.calls

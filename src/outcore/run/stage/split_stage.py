@@ -12,37 +12,15 @@ from typing import Any
 
 import torch
 
-from outcore.errors import PlanError
-from outcore.graph import Graph
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
 from outcore.spatial.communicator import Communicator
 from outcore.spatial.execute import SplitRun, SplitState
-from outcore.spatial.extent import split_extent
-from outcore.spatial.layout import SplitLayout, lay_out
-from outcore.spatial.parts import PartGrid, shape_of
-from outcore.stream.network import RegionNetwork
+from outcore.spatial.layout import SplitLayout
+from outcore.spatial.stage_layout import layout_of_stage
+from outcore.stream.source import ImageRows
 
-__all__ = ["SplitStage", "layout_of"]
-
-
-def layout_of(graph: Graph, calls: frozenset[str], spatial: Mapping[str, Any]) -> SplitLayout:
-    """The regions of all ranks for a stage of some calls; raises where nothing of it can be split."""
-    network = RegionNetwork(graph)
-    cuts = tuple(tuple(axis) for axis in spatial.get("cuts", ()))
-    grid = PartGrid(shape_of(tuple(spatial["grid"]), network.rank), cuts)
-    extent = split_extent(network, grid.counts, calls)
-    if not extent.calls:
-        where, why = next(iter(extent.stopped), ("the model", "no input is an image"))
-        raise PlanError(
-            f"nothing of {graph.root.type} can run on a grid of {grid} ranks: {where} comes first, and {why}; "
-            "plan without a grid"
-        )
-    for name in spatial.get("twice", ()):
-        if name not in network.nodes:
-            raise PlanError(f"spatial.twice names {name}, which is no value of {graph.root.type}")
-    whole_on = range(len(grid)) if calls - extent.calls else (0,)
-    return lay_out(network, extent, grid, twice=spatial.get("twice", ()), whole_on=whole_on)
+__all__ = ["SplitStage"]
 
 
 class SplitStage:
@@ -57,7 +35,9 @@ class SplitStage:
         """Whether this rank has what the stage makes, whole and with gradients."""
         return self.comm.rank == 0
 
-    def run(self, part: Part, inputs: Values, draws: RandomDraws) -> tuple[Values, torch.Tensor | None]:
+    def run(
+        self, part: Part, inputs: Mapping[str, torch.Tensor | ImageRows], draws: RandomDraws
+    ) -> tuple[Values, torch.Tensor | None]:
         """The values that the stage makes, and the end of the chain of messages that backward must follow."""
         if id(part) not in self._known:
             self._known[id(part)] = (part, *self._prepare(part))
@@ -90,6 +70,6 @@ class SplitStage:
         return {n: values[n] for n in part.outputs if n in values}, run.token
 
     def _prepare(self, part: Part) -> tuple[SplitLayout, Part | None]:
-        layout = layout_of(part.graph, part.calls, self.spatial)
+        layout = layout_of_stage(part.graph, part.calls, self.spatial)
         rest = set(part.calls - layout.extent.calls)
         return layout, part.restricted(rest) if rest else None
