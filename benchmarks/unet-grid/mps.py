@@ -2,9 +2,9 @@
 
     python benchmarks/unet-grid/mps.py --out results.json --limit 330
 
-Starts MPS if it can, then trains a U-Net at 4096 px and a ResNet-50 on one image, on 1, 2 and 4 ranks. Ranks send through
-host memory, because gloo cannot send from a GPU. Nothing is begun after the limit; a case that fails, or does not fit,
-stays in the table.
+Starts MPS if it can, then trains a U-Net at 4096 px and a ResNet-50 on one image, on 1, 2 and 4 ranks. Ranks send
+through host memory, because gloo cannot send from a GPU. Nothing is begun after the limit; a case that fails, or does
+not fit, stays in the table.
 """
 
 from __future__ import annotations

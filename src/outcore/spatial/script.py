@@ -72,7 +72,8 @@ class _Scripts:
         for gather in self.layout.gathers.values():
             forward += [PartSend(f"{gather.value} whole", self._messages(gather)), PartWait(f"{gather.value} whole")]
             backward += [PartWait(f"{gather.value} back"), *self._back(gather)]
-        rest = [self.weights.calls[c] for c in self.network.graph.calls if c in calls - self.layout.extent.calls]
+        split = self.layout.extent.calls
+        rest = [self.weights.calls[c] for c in self.network.graph.calls if c in calls and c not in split]
         if rest:
             # All ranks run it, for buffers and random numbers; the first alone with gradients.
             forward.append(PartCompute((sum(r.forward_s for r in rest),) * self.count))

@@ -43,9 +43,9 @@ def with_measured_times(stages: Stages, timeline: Timeline) -> Stages:
             kinds = lengths.setdefault(of, {})
             kinds[event.kind] = kinds.get(event.kind, 0.0) + event.end_s - event.start_s
     found: dict[tuple[int, str], list[float]] = {}
-    for of, kinds in lengths.items():
-        for kind, length_s in kinds.items():
-            found.setdefault((of[0], kind), []).append(length_s)
+    for (stage, *_), by_kind in lengths.items():
+        for kind, length_s in by_kind.items():
+            found.setdefault((stage, kind), []).append(length_s)
 
     def mean(stage: int, kind: str) -> float:
         times = found.get((stage, kind), [0.0])
