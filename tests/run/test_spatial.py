@@ -56,6 +56,11 @@ def test_replicas_of_a_grid_have_one_set_of_statistics(ranks: Pool) -> None:
     _run(ranks, "unet-bn", plan, pieces=4, size=16)
 
 
+def test_ranks_stream_their_parts_in_tiles(ranks: Pool) -> None:
+    plan = {"stages": 1, "spatial": {"grid": [1, 2], "tile": 8}, "exactness": "reassociated"}
+    _run(ranks, "unet-bn", plan, steps=2, size=2)
+
+
 class ChannelDropout(nn.Module):
     """Random numbers that all ranks can draw, before the place where the image is whole again, and after it."""
 

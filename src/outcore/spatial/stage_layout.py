@@ -12,7 +12,12 @@ from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.stream.network import RegionNetwork
 
-__all__ = ["layout_of_stage"]
+__all__ = ["cuts_of", "layout_of_stage"]
+
+
+def cuts_of(spatial: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
+    """Where a plan cuts the axes; nothing for equal parts."""
+    return tuple(tuple(axis) for axis in spatial.get("cuts", ()))
 
 
 def layout_of_stage(
@@ -27,8 +32,7 @@ def layout_of_stage(
         network: its regions, where they are known.
     """
     network = network if network is not None else RegionNetwork(graph)
-    cuts = tuple(tuple(axis) for axis in spatial.get("cuts", ()))
-    grid = PartGrid(shape_of(tuple(spatial["grid"]), network.rank), cuts)
+    grid = PartGrid(shape_of(tuple(spatial["grid"]), network.rank), cuts_of(spatial))
     extent = split_extent(network, grid.counts, calls)
     if not extent.calls:
         where, why = next(iter(extent.stopped), ("the model", "no input is an image"))

@@ -16,11 +16,14 @@ on the first; of images nothing but the tile at hand is held.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from outcore.graph.record.recording import Context
+from outcore.graph import Graph
+from outcore.graph.record.recording import Context, Recording
 from outcore.ops.region import Region, cover, sizes
 from outcore.spatial.communicator import Communicator, gather_rows
 from outcore.spatial.exchange import Token
@@ -31,12 +34,13 @@ from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.map_store import cut
 from outcore.stream.execute.step_context import TileOptions
 from outcore.stream.execute.tile_schedule import GlobalsStep, PassStep, TileSchedule, compile_tiles
+from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.prepared import PreparedStream, StreamMode
 from outcore.stream.plan.script import emit
 from outcore.stream.rules.reduce import Largest, Mean, Moments, wide
 from outcore.stream.source import image_of
 
-__all__ = ["run_tiles"]
+__all__ = ["own_network", "run_tiles"]
 
 
 def run_tiles(
@@ -83,6 +87,19 @@ def run_tiles(
     inputs, parameters = tracked(execution, given)
     *made, token = _SharedBoundary.apply(execution, token, *inputs, *parameters)  # type: ignore[no-untyped-call]
     return dict(zip(prepared.streaming.boundary, made, strict=True)), token
+
+
+def own_network(graph: Graph, model: nn.Module, recording: Recording) -> RegionNetwork:
+    """The nodes of a graph with the modules, parameters and constants of one rank, where it was recorded with
+    others."""
+    network = RegionNetwork(graph)
+    network.model, network.recording = model, recording
+    targets = {step.name: step.target for step in recording.steps}
+    for name, node in network.nodes.items():
+        if node.norm is not None and node.norm.module is not None and node.call in targets:
+            norm = replace(node.norm, module=model.get_submodule(targets[node.call]))
+            network.nodes[name] = replace(node, norm=norm)
+    return network
 
 
 class _SharedTiles(Execution):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan
 from outcore.planner.pipeline.call_weights import CallWeights
@@ -28,6 +29,8 @@ def predict_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Link
     """The predicted timeline of a step of the plan."""
     if plan.spatial is None:
         return predict_stages(plan, graph, weights, links)
+    if "tile" in plan.spatial:
+        raise PlanError("the timeline of a grid whose ranks stream tiles is not simulated; leave out the tile")
     calls = frozenset(plan.calls(graph)[0])
     costs = split_costs(layout_of_stage(graph, calls, plan.spatial), weights, calls)
     return grid_timeline(plan, graph, weights, links, costs)

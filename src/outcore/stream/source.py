@@ -134,11 +134,18 @@ class ImageRows:
         """The dtype of what the model sees."""
         return self.image.dtype
 
-    def part(self, region: Region, device: torch.device) -> torch.Tensor:
-        """A region of them on a device, as the model sees it; nothing else is read."""
+    def read(self, region: Region) -> torch.Tensor:
+        """A region of them, as it is stored; nothing else is read."""
         (a, b), *rest = region
-        crop = self.image.read(((self.first + a, self.first + b), *rest))
-        return self.image.prepare(crop.to(device)).to(self.dtype)
+        return self.image.read(((self.first + a, self.first + b), *rest))
+
+    def prepare(self, crop: torch.Tensor) -> torch.Tensor:
+        """What was read, as the model sees it."""
+        return self.image.prepare(crop).to(self.dtype)
+
+    def part(self, region: Region, device: torch.device) -> torch.Tensor:
+        """A region of them on a device, as the model sees it."""
+        return self.prepare(self.read(region).to(device))
 
     def to(self, device: torch.device) -> torch.Tensor:
         """All of them on a device."""
