@@ -56,6 +56,14 @@ def test_replicas_of_a_grid_have_one_set_of_statistics(ranks: Pool) -> None:
     _run(ranks, "unet-bn", plan, pieces=4, size=16)
 
 
+@pytest.mark.slow
+def test_a_grid_before_a_pipeline_in_two_replicas(ranks: Pool) -> None:
+    """Six ranks: twice two that share the image and one behind them; borders go ahead."""
+    spatial = {"grid": [1, 2], "early": ["enc1#0:out"]}
+    plan = {"stages": 2, "replicas": 2, "micro_batches": 2, "spatial": spatial, "exactness": "reassociated"}
+    _run(ranks, "unet-bn", plan, pieces=4, size=16)
+
+
 def test_ranks_stream_their_parts_in_tiles(ranks: Pool) -> None:
     plan = {"stages": 1, "spatial": {"grid": [1, 2], "tile": 8}, "exactness": "reassociated"}
     _run(ranks, "unet-bn", plan, steps=2, size=2)

@@ -18,6 +18,7 @@ from outcore.program import Backward, Forward, Links
 from outcore.program.simulator.links import LinkSchedule
 from outcore.program.simulator.part_time import PartCompute, PartSend, PartWait, perform_parts
 from outcore.program.timeline import Event
+from outcore.spatial.mixed import mixed_plans
 from outcore.spatial.plan import GridSearch
 from outcore.spatial.timeline import predict_timeline
 
@@ -86,3 +87,19 @@ def test_a_link_that_is_too_slow_and_a_schedule_that_was_asked_for_leave_no_grid
     fast = outcore.plan(graph, machine=FOUR)
     assert fast.spatial is not None and fast.ranks == 4  # one image: nothing else uses four devices at once
     assert outcore.plan(graph, machine=FOUR, schedule="model_parallel").spatial is None
+
+
+def test_a_grid_in_front_of_a_pipeline_is_a_candidate() -> None:
+    """Most of the work at full size, most of the weights at the end, a batch to cut."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(16, 16, 3, padding=1), nn.MaxPool2d(4), nn.Conv2d(16, 64, 3, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 32 * 32, 8)]
+    graph, where = outcore.capture(nn.Sequential(*layers), torch.empty(4, 3, 128, 128, device="meta")), parse(FOUR)
+    search = GridSearch(graph, weights_on(where, graph), links_of(where))
+    found = mixed_plans(search, 4, 4, pieces=True, within_s=float("inf"))
+    assert found and all(plan.ranks == 4 and len(plan.stages) == 5 - plan.parts for plan in found)
+    for plan in found:
+        plan.validate(graph, ranks=4)
+        timeline = predict_timeline(plan, graph, search.weights, search.links)
+        assert plan.predicted is not None and timeline.step_s == pytest.approx(plan.predicted.time_s)
+        assert timeline.peak_bytes == plan.predicted.peak_bytes

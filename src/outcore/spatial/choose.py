@@ -2,7 +2,8 @@
 
 On one device the ladder decides (`outcore.stream.job_plan`). On several, two families compete: stages, schedules and
 replicas (`outcore.planner.pipeline.plan_job`), and grids of ranks that share the image, with replicas of the grid
-where the batch can be divided, and with batches in turn where all of it would not fit. Both are simulated over the same
+where the batch can be divided, with batches in turn where all of it would not fit, or in front of a pipeline
+(`outcore.spatial.mixed`). Both are simulated over the same
 links with the same costs, and the faster one that is within the memory of a rank is the plan; the other one stands in
 it as a runner-up, or as what was refused and why.
 
@@ -33,6 +34,7 @@ from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, 
 from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, weights_on
 from outcore.planner.pipeline.plan_job import plan as plan_stages
 from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.spatial.mixed import mixed_plans
 from outcore.spatial.plan import GridChoice, GridSearch
 from outcore.stream.job_plan import plan as plan_one_device
 
@@ -158,13 +160,12 @@ class _Grids:
         within_s = _TIE * _per_batch_s(stages, self.shared) if isinstance(stages, Plan) else float("inf")
         found = self._choices(search)
         best, least = None, 0
-        for row in found[:_CAREFUL]:
-            for made in self._plans(search, row) if row.least_s < within_s else ():
-                peak = _peak_bytes(made)
-                if peak > self.limit:
-                    least = min(least or peak, peak)
-                elif best is None or self._key(made) < self._key(best):
-                    best = made
+        for made in self._grids(search, found, within_s):
+            peak = _peak_bytes(made)
+            if peak > self.limit:
+                least = min(least or peak, peak)
+            elif best is None or self._key(made) < self._key(best):
+                best = made
         if isinstance(stages, PlanError):
             return self._alone(best, stages, least)
         stages_s = _per_batch_s(stages, self.shared)
@@ -199,6 +200,16 @@ class _Grids:
                     continue
                 found.append(_Row(choice.time_s / replicas, replicas, choice))
         return sorted(found, key=lambda row: row.least_s)
+
+    def _grids(self, search: GridSearch, found: list[_Row], within_s: float) -> Iterator[Plan]:
+        """Plans that may be faster than stages: grids of all ranks, and grids in front of a pipeline."""
+        for row in found[:_CAREFUL]:
+            if row.least_s < within_s:
+                yield from self._plans(search, row)
+        samples = batch_size(self.graph)
+        whole = self.batch_norm == "synchronised" and bool(batch_norms(self.graph))
+        for made in mixed_plans(search, self.devices, samples, pieces=not whole, within_s=within_s):
+            yield self._finished(made, samples)
 
     def _plans(self, search: GridSearch, row: _Row) -> Iterator[Plan]:
         """The plans of a grid with ever more batches in turn, until one is within the memory."""

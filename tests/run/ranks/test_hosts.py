@@ -88,6 +88,10 @@ class Process:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
+        self.process.wait()
+        self._thread.join(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @contextlib.contextmanager
