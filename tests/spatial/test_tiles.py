@@ -69,6 +69,11 @@ def test_a_deeper_u_net_over_parts_that_are_streamed(grid: tuple[int, ...]) -> N
     _compare(UNet(3, 2, width=3, depth=2), torch.randn(1, 3, 64, 60), grid, 16)
 
 
+def test_a_map_of_one_pixel_is_one_rank_s() -> None:
+    net = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 4, padding=1, dilation=3, bias=False))
+    _compare(net, torch.randn(2, 4, 8, 8), (1, 2), 2)
+
+
 def test_more_ranks_than_tiles_leave_some_without_any() -> None:
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3, padding=1))
     _compare(net, torch.randn(1, 2, 20, 18), (1, 3), 12)

@@ -128,6 +128,9 @@ class _SharedTiles(Execution):
         for kinds in self.kinds:
             counts = kinds.cut.counts
             spans = [self.grid.interval(axis, at[axis], n) for axis, n in enumerate(counts)]
+            if any(at[len(counts) :]):  # along an axis that has no tiles, all of it is the first rank's
+                found.append([])
+                continue
             inside = [
                 index
                 for index, number in enumerate(kinds.numbers)

@@ -54,12 +54,13 @@ class VirtualRanks:
         self.copies = [model, *(_with_own_buffers(model) for _ in range(len(self.grid) - 1))]
         self.prepared: list[PreparedStream] = []
         """By rank: its network in tiles, where each rank streams its part."""
-        split = self.extent.calls
+        self.calls = self.extent.calls
+        """Those that run on parts."""
         if tile is not None:
             networks = [RegionNetwork(capture(one, tuple(args))) for one in self.copies]
             self.prepared = [divided(network, tile=tile, statistics=True) for network in networks]
-            split = frozenset(self.prepared[0].streaming.calls)
-        rest = set(self.graph.calls) - split
+            self.calls = frozenset(self.prepared[0].streaming.calls)
+        rest = set(self.graph.calls) - self.calls
         self.tail = Subgraph(self.graph, model, self.recording, rest) if rest else None
         self.ranks: ThreadRanks | None = None
         """The queues of the last run."""
