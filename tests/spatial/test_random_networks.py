@@ -167,7 +167,7 @@ def test_a_random_network_on_parts_is_the_plain_network(data, dims: int, seed: i
     one_network(data, dims, seed)
 
 
-@settings(max_examples=5, **_SETTINGS)
+@settings(max_examples=3, **_SETTINGS)
 @given(st.data(), st.integers(1, 2), st.integers(0, 2**16))
 def test_a_random_network_in_tiles_of_parts_is_the_plain_network(data, dims: int, seed: int) -> None:
     one_network(data, dims, seed, tiles=True)

@@ -53,7 +53,7 @@ def _compare(model: nn.Module, x: torch.Tensor, grid: tuple[int, ...], tile: int
     return split
 
 
-@pytest.mark.parametrize(("grid", "tile"), [((2, 2), 16), ((1, 3), 11)])
+@pytest.mark.parametrize(("grid", "tile"), [((2, 2), 16), pytest.param((1, 3), 11, marks=pytest.mark.slow)])
 def test_a_global_pool_over_parts_that_are_streamed(grid: tuple[int, ...], tile: int) -> None:
     split = _compare(Pooled(), torch.randn(2, 3, 67, 58), grid, tile)
     assert min(len(p) for p in split.prepared[0].grids) > len(split.grid)  # every rank has several tiles
