@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outcore.predict import estimate as estimate
     from outcore.predict import memory_of as memory_of
     from outcore.run import Engine as Engine
-    from outcore.stream.job_plan import plan as plan
+    from outcore.spatial.choose import plan as plan
     from outcore.within import memory_plan as memory_plan
     from outcore.within import release as release
     from outcore.within import within as within
@@ -57,7 +57,7 @@ _NAMES = {
     "measure": "cost.measured.measure",
     "memory_of": "predict",
     "memory_plan": "within",
-    "plan": "stream.job_plan",
+    "plan": "spatial.choose",
     "release": "within",
     "within": "within",
 }

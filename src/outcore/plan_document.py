@@ -92,7 +92,9 @@ class Plan:
     stream: Mapping[str, Any] | None = None
     spatial: Mapping[str, Any] | None = None
     """The first stage on a grid of ranks, each with a part of the image: {"grid": [2, 2]}, with "cuts" where parts are
-    not equal, and "twice", values whose halo is computed on both sides of a cut and not sent."""
+    not equal, "twice", values whose halo is computed on both sides of a cut and not sent, "early", values whose borders
+    are computed ahead of the rest, and are on their way while that is computed, and "tile", pixels per tile where each
+    rank streams its part."""
     memory_order: str | None = None
     """Of images in the network: "channels_last", or as they come; the graph is that of the network in this order."""
     machine: str | None = None

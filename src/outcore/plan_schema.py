@@ -44,7 +44,12 @@ _STREAM = Record(
 )
 _SPATIAL = Record(
     {"grid": ListOf(Whole(least=1, most=4096), 1, 3)},
-    {"cuts": ListOf(ListOf(Number(least=0, most=1)), 0, 3), "twice": ListOf(Text())},
+    {
+        "cuts": ListOf(ListOf(Number(least=0, most=1)), 0, 3),
+        "twice": ListOf(Text()),
+        "early": ListOf(Text()),
+        "tile": Either((_SIDE, ListOf(_SIDE, 1, 3))),
+    },
 )
 _PREDICTED = Record(
     {"time_s": Number(least=0), "peak_bytes": ListOf(_BYTES, 1), "bubble": Number(least=0, most=1)},

@@ -56,6 +56,19 @@ def test_replicas_of_a_grid_have_one_set_of_statistics(ranks: Pool) -> None:
     _run(ranks, "unet-bn", plan, pieces=4, size=16)
 
 
+@pytest.mark.slow
+def test_a_grid_before_a_pipeline_in_two_replicas(ranks: Pool) -> None:
+    """Six ranks: twice two that share the image and one behind them; borders go ahead."""
+    spatial = {"grid": [1, 2], "early": ["enc1#0:out"]}
+    plan = {"stages": 2, "replicas": 2, "micro_batches": 2, "spatial": spatial, "exactness": "reassociated"}
+    _run(ranks, "unet-bn", plan, pieces=4, size=16)
+
+
+def test_ranks_stream_their_parts_in_tiles(ranks: Pool) -> None:
+    plan = {"stages": 1, "spatial": {"grid": [1, 2], "tile": 8}, "exactness": "reassociated"}
+    _run(ranks, "unet-bn", plan, steps=2, size=2)
+
+
 class ChannelDropout(nn.Module):
     """Random numbers that all ranks can draw, before the place where the image is whole again, and after it."""
 
@@ -81,6 +94,34 @@ def test_random_masks_are_those_of_one_rank(ranks: Pool) -> None:
     alone = _train_with_dropout(None)
     for losses in ranks.run(_train_with_dropout, 2, SPLIT["spatial"]):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def _train_from_source(spatial: dict[str, Any] | None) -> tuple[list[float], float]:
+    """Losses, and the part of the image that was read at once at most."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+    model, x = net.double(), torch.randn(2, 2, 24, 20, dtype=torch.float64)
+    read: list[int] = []
+
+    def crop(region: Any) -> torch.Tensor:
+        found = x[tuple(slice(a, b) for a, b in region)].clone()
+        read.append(found.numel())
+        return found
+
+    image = outcore.stream.FunctionSource(tuple(x.shape), crop, torch.float64)
+    fingerprint = outcore.capture(model, x).fingerprint
+    made = outcore.Plan(fingerprint, (("",),), spatial=spatial, exactness="reassociated", batches=1, micro_batches=1)
+    with Engine(model, made, loss=F.mse_loss, optimizer=momentum, example=x, seed=5) as engine:
+        losses = [engine.step(image, x * 2) for _ in range(3)] + [engine.evaluate(image, x)]
+        losses.append(engine.step(x, x * 2))
+    return losses, max(read) / x.numel()
+
+
+def test_a_rank_reads_its_part_of_a_source_alone(ranks: Pool) -> None:
+    alone, all_of_it = _train_from_source(None)
+    assert all_of_it == 1.0
+    for losses, part in ranks.run(_train_from_source, 2, SPLIT["spatial"]):
+        assert losses == pytest.approx(alone, rel=1e-10) and part == pytest.approx(12 / 20)
 
 
 def _save_or_go_on(path: str, plan: dict[str, Any], save: bool) -> list[float]:

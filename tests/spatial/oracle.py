@@ -38,7 +38,7 @@ def assert_split_is_plain(
         assert (found - wanted).abs().max() <= TOLERANCE * max(largest, 1e-3), name
     for rank, one in enumerate(split.copies):
         for (name, mine), other in zip(one.named_buffers(), plain.buffers(), strict=True):
-            if rank == 0 or f"{name.rpartition('.')[0]}#0" in split.extent.calls:  # the rest runs on the first rank
+            if rank == 0 or f"{name.rpartition('.')[0]}#0" in split.calls:  # the rest runs on the first rank
                 torch.testing.assert_close(mine, other, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
     assert split.ranks is not None and split.ranks.leftovers() == 0
     return split

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.models import AmoebaNetD, ReLayNet, UNet
+from outcore.spatial.communicator import Communicator, run_on_threads
 from outcore.spatial.forecast import rank_bytes
 from outcore.spatial.virtual import VirtualRanks
 from tests.foreign.shim import define_torchvision_operators
@@ -104,11 +107,64 @@ def test_a_network_on_parts_is_the_plain_network(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("early", [(), None])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", EVERY)
-def test_a_network_on_any_grid_is_the_plain_network(name: str, grid: tuple[int, ...]) -> None:
+def test_a_network_on_any_grid_is_the_plain_network(
+    name: str, grid: tuple[int, ...], early: tuple[str, ...] | None
+) -> None:
     make, shape = EVERY[name]
-    _assert_deep(assert_split_is_plain(make(), torch.randn(shape), grid=grid))
+    _assert_deep(assert_split_is_plain(make(), torch.randn(shape), grid=grid, early=early))
+
+
+class _Order:
+    """What one rank does, in order: messages as they are posted and waited for, and calls as they begin."""
+
+    def __init__(self, comm: Communicator, seen: list[str]) -> None:
+        self.comm, self.rank, self.size, self.seen = comm, comm.rank, comm.size, seen
+
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> None:
+        self.seen.append("send")
+        self.comm.send(tensor, target, number)
+
+    def receive(self, *where: object) -> object:
+        coming = self.comm.receive(*where)  # type: ignore[arg-type]
+        order = self
+
+        class Waited:
+            def wait(self) -> torch.Tensor:
+                order.seen.append("wait")
+                return coming.wait()
+
+        return Waited()
+
+
+@pytest.mark.parametrize("early", [(), None])
+def test_the_own_part_is_computed_while_borders_travel(early: tuple[str, ...] | None) -> None:
+    """Between the send and the wait lies the convolution of the own part, forward and backward."""
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)).double()
+    x = torch.randn(1, 2, 16, 16, dtype=torch.float64)
+    split = VirtualRanks(net, (x,), (1, 2), early=early)
+    seen: list[str] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if "convolution" in str(func) and args[0].shape[-1] >= 8:
+                seen.append("convolve back" if "backward" in str(func) else "convolve")
+            return made
+
+    def one(comm: Communicator) -> None:
+        watched = _Order(comm, seen) if comm.rank == 0 else comm
+        with Watched() if comm.rank == 0 else contextlib.nullcontext():
+            split._rank(watched, (x,), lambda out: out.square().mean())  # type: ignore[arg-type]
+
+    run_on_threads(2, one)
+    forward = ["send", "convolve", "wait"] if early is None else ["convolve", "send", "wait"]
+    assert seen[:3] == forward
+    gathered = seen.index("convolve back")  # of the second convolution, after the gradient was shared out
+    backward = ["send", "convolve back", "wait"] if early is None else ["send", "wait", "convolve back"]
+    assert seen[gathered + 1 : gathered + 4] == backward
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from outcore.errors import StreamError
 from tests.stream.oracle import with_statistics
 
 from .oracle import assert_split_is_plain
@@ -109,7 +110,7 @@ def layers(draw, dims: int, norms: bool) -> nn.Module:
     return draw(st.sampled_from([nn.GELU(), nn.ELU(inplace=True), nn.PReLU(_C), nn.Identity()]))
 
 
-def one_network(data: st.DataObject, dims: int, seed: int) -> None:
+def one_network(data: st.DataObject, dims: int, seed: int, *, tiles: bool = False) -> None:
     torch.manual_seed(seed)
     count = data.draw(st.integers(1, 6 if dims < 3 else 3))
     norms = data.draw(st.booleans())
@@ -142,7 +143,19 @@ def one_network(data: st.DataObject, dims: int, seed: int) -> None:
         return
     if any(not torch.isfinite(t).all() for t in (out if isinstance(out, tuple) else (out,))):
         return
-    assert_split_is_plain(net, x, grid=grid, cuts=cuts, most=data.draw(st.sampled_from([1.0, 1.06, 9.0])))
+    if tiles:
+        assert_tiles_are_plain(net, x, grid, cuts, data.draw(st.integers(2, largest // 2)))
+        return
+    early = data.draw(st.sampled_from([(), None]))
+    assert_split_is_plain(net, x, grid=grid, cuts=cuts, early=early, most=data.draw(st.sampled_from([1.0, 1.06, 9.0])))
+
+
+def assert_tiles_are_plain(net: nn.Module, x: torch.Tensor, grid, cuts, tile: int) -> None:
+    """The same where each rank streams its part; what cannot be streamed at all is refused."""
+    try:
+        assert_split_is_plain(net, x, grid=grid, cuts=cuts, tile=tile)
+    except StreamError as refused:
+        assert "nothing" in str(refused) or "tile" in str(refused), refused
 
 
 _SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -152,6 +165,19 @@ _SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 @given(st.data(), st.integers(1, 3), st.integers(0, 2**16))
 def test_a_random_network_on_parts_is_the_plain_network(data, dims: int, seed: int) -> None:
     one_network(data, dims, seed)
+
+
+@settings(max_examples=3, **_SETTINGS)
+@given(st.data(), st.integers(1, 2), st.integers(0, 2**16))
+def test_a_random_network_in_tiles_of_parts_is_the_plain_network(data, dims: int, seed: int) -> None:
+    one_network(data, dims, seed, tiles=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, **_SETTINGS)
+@given(st.data(), st.integers(1, 3), st.integers(0, 2**16))
+def test_many_random_networks_in_tiles_of_parts_are_the_plain_network(data, dims: int, seed: int) -> None:
+    one_network(data, dims, seed, tiles=True)
 
 
 @pytest.mark.slow

@@ -23,11 +23,12 @@ from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_budget
 from outcore.plan_document import BatchNorm, Plan
 from outcore.planner import SCHEDULES, CallWeights, plan_vertically
-from outcore.planner.pipeline.lower import predict_timeline, predicted_by
+from outcore.planner.pipeline.lower import predicted_by
 from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of, weights_on
-from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.program import Timeline, chart, rich_gantt, save_trace
 from outcore.spatial import plan_grid
+from outcore.spatial.choose import plan as make_plan
+from outcore.spatial.timeline import predict_timeline
 from outcore.stream.one_device import simulate_tiles
 
 __all__ = ["plan", "simulate"]
@@ -179,8 +180,6 @@ def simulate(
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
     where = _machine(machine)
     made = Plan.load(plan_file)
-    if made.spatial is not None:
-        raise PlanError(f"the timeline of a grid is not simulated; {plan_file} itself says what a step takes")
     if made.machine not in (None, where.fingerprint):
         shown = "this machine" if machine is None else machine
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)

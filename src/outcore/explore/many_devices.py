@@ -12,9 +12,9 @@ from outcore.job import Job
 from outcore.machine import Machine
 from outcore.plan_document import Plan
 from outcore.planner import CallWeights
-from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.plan_job import batch_for, links_of
-from outcore.planner.pipeline.plan_job import plan as make_plan
+from outcore.spatial.choose import plan as make_plan
+from outcore.spatial.timeline import predict_timeline
 
 __all__ = ["pipeline_json", "run_prediction"]
 
@@ -31,7 +31,7 @@ def run_prediction(job: Job, where: Machine, folder: Path, batch: int | None) ->
         return timeline_json(
             predict_timeline(plan, graph, CallWeights.of(graph, estimate(graph, where)), links_of(where))
         )
-    except (OutcoreError, ValueError):  # a plan of tiles or of a grid has no timeline of ranks
+    except (OutcoreError, ValueError):  # a plan of tiles has no timeline of ranks
         return None
 
 

@@ -3,7 +3,10 @@
     forward    post: send own borders, expect halos      ...other work...      complete: wait, put together
     backward   post: wait, add what came                 ...other work...      complete: send the halos' gradients
 
-Whatever runs between the two overlaps with the messages, in both directions.
+Whatever runs between the two overlaps with the messages, in both directions. Of an *early* value the post takes the
+border strips alone, computed ahead, and the own part is computed between the two. In backward the gradient of the own
+part goes on at once, and what neighbours send back is the gradient of the strips: by linearity, the sum of both ways is
+the gradient.
 
 autograd runs a node of backward when all that it needs is there, in an order that may differ from rank to rank; two
 ranks that wait for each other in different nodes would wait for ever. So all nodes that communicate are threaded on
@@ -13,6 +16,7 @@ forward, the same on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch
 from outcore.ops.region import Region, sizes
 from outcore.spatial.communicator import Communicator, IncomingPart
 from outcore.spatial.layout import Exchange
+from outcore.spatial.parts import contains
 from outcore.stream.execute.map_store import memory_format
 from outcore.stream.rules.border import sliced
 
@@ -54,6 +59,8 @@ class Transfer:
         self.gives = {r: p for r in others if (p := exchange.piece(comm.rank, r)) is not None}
         self.gets = {r: p for r in others if (p := exchange.piece(r, comm.rank)) is not None}
         self._coming: dict[int, IncomingPart] = {}
+        self.strips: tuple[Region, ...] = ()
+        """The borders that were computed ahead, if any were."""
 
     @property
     def silent(self) -> bool:
@@ -75,16 +82,40 @@ class Transfer:
         held, token = _Complete.apply(made, token, self)  # type: ignore[no-untyped-call]
         return held, token
 
+    def post_strips(
+        self, strips: Sequence[torch.Tensor], regions: tuple[Region, ...], token: Token | None
+    ) -> Token | None:
+        """Start with borders alone; `complete` then takes the own part as it is."""
+        self.strips = regions
+        if token is None:
+            self.start_strips(strips)
+            return None
+        made: Token = _PostStrips.apply(token, self, *strips)  # type: ignore[no-untyped-call]
+        return made
+
     # Forward
+
+    def start_strips(self, strips: Sequence[torch.Tensor]) -> None:
+        """Expect what others give, and give what lies in the strips."""
+        self._expect()
+        for rank, region in self.gives.items():
+            at = self._strip_of(region)
+            self.comm.send(sliced(strips[at].detach(), self.strips[at], region), rank, self.exchange.number)
+
+    def _strip_of(self, region: Region) -> int:
+        return next(i for i, strip in enumerate(self.strips) if contains(strip, region))
+
+    def _expect(self) -> None:
+        for rank, region in self.gets.items():
+            number = self.exchange.number
+            self._coming[rank] = self.comm.receive(sizes(region), self.dtype, self.device, rank, number)
 
     def start(self, made: torch.Tensor | None) -> None:
         """Expect what others give, and give."""
-        number = self.exchange.number
-        for rank, region in self.gets.items():
-            self._coming[rank] = self.comm.receive(sizes(region), self.dtype, self.device, rank, number)
+        self._expect()
         for rank, region in self.gives.items():
             assert made is not None and self.made_region is not None
-            self.comm.send(sliced(made.detach(), self.made_region, region), rank, number)
+            self.comm.send(sliced(made.detach(), self.made_region, region), rank, self.exchange.number)
 
     def assemble(self, made: torch.Tensor | None) -> torch.Tensor | None:
         """Own part and halo in one tensor; of what is held here alone, a slice without a copy."""
@@ -141,6 +172,15 @@ class Transfer:
             sliced(total, self.made_region, self.gives[rank]).add_(coming[rank].wait())
         return total
 
+    def gradients_of_strips(self) -> list[torch.Tensor]:
+        """What neighbours send back, by strip, added in the order of ranks."""
+        coming, self._coming = self._coming, {}
+        found = [torch.zeros(sizes(strip), dtype=self.dtype, device=self.device) for strip in self.strips]
+        for rank in sorted(coming):
+            at = self._strip_of(self.gives[rank])
+            sliced(found[at], self.strips[at], self.gives[rank]).add_(coming[rank].wait())
+        return found
+
 
 @dataclass
 class _Made:
@@ -162,6 +202,19 @@ class _Post(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         back = ctx.transfer.finish_back(gradients[0])
         return back, torch.zeros((), device=ctx.transfer.device), None
+
+
+class _PostStrips(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Token, transfer: Transfer, *strips: torch.Tensor) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.start_strips(strips)
+        return token.view(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = ctx.transfer.gradients_of_strips()
+        return torch.zeros((), device=ctx.transfer.device), None, *found
 
 
 class _Complete(torch.autograd.Function):

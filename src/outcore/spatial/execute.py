@@ -30,6 +30,7 @@ from outcore.stream.rules.normalise import Apply
 from outcore.stream.rules.pointwise import Dropout
 from outcore.stream.rules.pool import MaxPool
 from outcore.stream.rules.reduce import Largest, Mean, wide
+from outcore.stream.source import ImageRows
 
 __all__ = ["SplitRun", "SplitState"]
 
@@ -66,13 +67,14 @@ class SplitRun:
         self.regions = self.layout.ranks[self.rank]
         self.grid = self.layout.grid
         self._posted: dict[str, tuple[Transfer, torch.Tensor | None]] = {}
+        self._ahead: dict[str, Transfer] = {}
         self._statistics: dict[str, Statistics] = {}
         self._handed: dict[tuple[str, str, int], torch.Tensor] = {}
         self._readers, self._last = _readers(self.layout, self.rank)
         self._done: set[str] = set()
         self._at = self.layout.positions
 
-    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(self, inputs: Mapping[str, torch.Tensor | ImageRows]) -> dict[str, torch.Tensor]:
         """The values of the boundary, whole on the ranks that get them; small ones on every rank."""
         if torch.is_grad_enabled():
             self.token = new_token(self.state.device)
@@ -81,6 +83,8 @@ class SplitRun:
         for node in self.layout.extent.nodes:
             for value in self.layout.completed.get(node.output, ()):
                 self._complete(value)
+            if node.output in self.layout.borders:
+                self._post_borders(node)
             self._node(node)
             if node.output in self.layout.exchanges:
                 self._post(node)
@@ -90,10 +94,15 @@ class SplitRun:
 
     # Values
 
-    def _take_input(self, name: str, tensor: torch.Tensor) -> None:
+    def _take_input(self, name: str, tensor: torch.Tensor | ImageRows) -> None:
+        """Bring to the device what this rank needs of an input; of one that is not in memory, read no more than
+        that."""
         if not self.network.is_streamed(name):
             self.values[name] = tensor.to(self.state.device)
         elif (region := self.regions.held.get(name)) is not None:
+            if isinstance(tensor, ImageRows):
+                self.values[name] = tensor.part(region, self.state.device)
+                return
             whole = tuple((0, n) for n in tensor.shape)
             self.values[name] = sliced(tensor, whole, region).to(self.state.device)
 
@@ -104,12 +113,12 @@ class SplitRun:
         found: torch.Tensor = getattr(self.state.model.get_submodule(holder), leaf)
         return found
 
-    def _operand(self, node: RegionNode, index: int, region: Region) -> torch.Tensor:
+    def _operand(self, node: RegionNode, index: int, region: Region, reader: str | None = None) -> torch.Tensor:
         ref = node.operands[index]
         if ref.kind != "value":
             tensor = self._tensor(ref)
             return sliced(tensor, tuple((0, n) for n in tensor.shape), region)
-        return self._read(ref.name, node.output, index, region)
+        return self._read(ref.name, reader or node.output, index, region)
 
     def _read(self, value: str, reader: str, index: int, region: Region) -> torch.Tensor:
         """A region of a value for one of its readers."""
@@ -228,11 +237,33 @@ class SplitRun:
 
     # Messages
 
+    def _transfer(self, node: RegionNode) -> Transfer:
+        made, exchange = self.regions.made.get(node.output), self.layout.exchanges[node.output]
+        return Transfer(exchange, self.state.comm, made, node.dtype, self.state.device)
+
+    def _post_borders(self, node: RegionNode) -> None:
+        """Compute what others need of a value, and send it."""
+        rule, regions = node.rule, self.layout.borders[node.output][self.rank]
+        strips = []
+        for number, region in enumerate(regions):
+            assert rule is not None
+            self.state.before(node.call)
+            with modes(self.network.contexts.get(node.call)):
+                reader = _strip_name(node.output, number)
+                crops = [self._operand(node, i, r, reader) for i, r in enumerate(rule.needs(region))]
+                strips.append(rule.run(crops, region, RuleContext()))
+        transfer = self._transfer(node)
+        token = transfer.post_strips(strips, regions, self.token if self._has_gradient(node.output) else None)
+        self.token = token if token is not None else self.token
+        self._ahead[node.output] = transfer
+
     def _post(self, node: RegionNode) -> None:
         value = node.output
         made = self.values.pop(value, None)
-        exchange = self.layout.exchanges[value]
-        transfer = Transfer(exchange, self.state.comm, self.regions.made.get(value), node.dtype, self.state.device)
+        if value in self._ahead:
+            self._posted[value] = (self._ahead.pop(value), made)
+            return
+        transfer = self._transfer(node)
         token = self.token if self._has_gradient(value) else None
         kept, token = transfer.post(made, token)
         self.token = token if token is not None else self.token
@@ -282,10 +313,15 @@ def _readers(layout: SplitLayout, rank: int) -> tuple[dict[str, list[_Reader]], 
                 found.setdefault(node.values[0], []).append((node.output, 0, own, False))
         if node.kind != "local":
             continue
-        for i, (ref, region) in enumerate(zip(node.operands, regions.needs.get(node.output, ()), strict=False)):
-            if ref.kind == "value" and network.is_streamed(ref.name):
-                fresh = i == 0 and isinstance(node.rule, Convolution | MaxPool)
-                found.setdefault(ref.name, []).append((node.output, i, region, fresh))
+        reads = [(node.output, regions.needs.get(node.output, ()))]
+        strips = layout.borders[node.output][rank] if node.output in layout.borders else ()
+        if node.rule is not None:
+            reads += [(_strip_name(node.output, k), node.rule.needs(strip)) for k, strip in enumerate(strips)]
+        for reader, needs in reads:
+            for i, (ref, region) in enumerate(zip(node.operands, needs, strict=False)):
+                if ref.kind == "value" and network.is_streamed(ref.name):
+                    fresh = i == 0 and isinstance(node.rule, Convolution | MaxPool)
+                    found.setdefault(ref.name, []).append((reader, i, region, fresh))
     for value in layout.gathers:
         if (own := layout.grid.own(network, value, rank)) is not None:
             found.setdefault(value, []).append(("", 0, own, False))
@@ -294,6 +330,11 @@ def _readers(layout: SplitLayout, rank: int) -> tuple[dict[str, list[_Reader]], 
         if value not in layout.extent.boundary:
             ends.setdefault(node_name, []).append(value)
     return found, ends
+
+
+def _strip_name(value: str, number: int) -> str:
+    """The name under which a border of a value reads its operands."""
+    return f"{value} border {number}"
 
 
 def _channel_noise(rule: Dropout, x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,11 @@ exchanged, unless it is among the values that the plan computes twice.
 So a value is exchanged at the place where it is made, once for all its readers, and before anything that autograd
 saves: what a norm or a ReLU keeps for backward is the wide tensor that the next convolution reads, not a second copy.
 
+The borders of an *early* value are computed before the rest of the part and are on their way while that is computed;
+they are computed once more with it, which costs less than to put the part together from pieces.
+
+    border strips ── send ──▶ all of the own part ── wait, put together ──▶ own part + halo
+
 Everything here is integer arithmetic on static sizes: every rank derives the regions of all ranks, so both ends of
 every message know of it. Gradients follow by linearity. What a rank holds of a gradient is a *partial sum*: the sum
 over all ranks (over all copies of an element, and over replicated small values) is the true gradient.
@@ -87,6 +92,8 @@ class SplitLayout:
     """By node: the exchanges that must be complete before it runs, the same on all ranks."""
     gathers: dict[str, Exchange]
     """How values of the boundary become whole."""
+    borders: dict[str, tuple[tuple[Region, ...], ...]] = field(default_factory=dict)
+    """By early value, by rank: the strips that are computed ahead of the rest."""
 
     @property
     def positions(self) -> dict[str, int]:
@@ -107,6 +114,7 @@ def lay_out(
     grid: PartGrid,
     *,
     twice: Collection[str] = (),
+    early: Collection[str] | None = (),
     whole_on: Collection[int] = (0,),
 ) -> SplitLayout:
     """The regions of all ranks.
@@ -116,6 +124,7 @@ def lay_out(
         extent: those that run on parts.
         grid: the ranks.
         twice: values whose halo is computed on both sides, although an exchange would be the rule.
+        early: exchanged values whose borders are computed and sent ahead of the rest; None for all of them.
         whole_on: the ranks that get the values of the boundary whole; the first of them has their gradient.
     """
     count = len(grid)
@@ -159,7 +168,9 @@ def lay_out(
         for v in extent.boundary
         if network.is_streamed(v)
     }
-    return SplitLayout(network, grid, extent, ranks, exchanges, _completions(extent, exchanges, ranks), gathers)
+    completed = _completions(extent, exchanges, ranks)
+    borders = {v: _borders(e) for v, e in exchanges.items() if early is None or v in early}
+    return SplitLayout(network, grid, extent, ranks, exchanges, completed, gathers, borders)
 
 
 def _want(ranks: tuple[RankRegions, ...], value: str, regions: list[Region | None]) -> None:
@@ -196,6 +207,20 @@ def _widen(extent: SplitExtent, regions: RankRegions, exchanged: Collection[str]
 def _whole(network: RegionNetwork, value: str, count: int, whole_on: Collection[int]) -> tuple[Region | None, ...]:
     region = tuple((0, n) for n in network.shapes[value])
     return tuple(region if rank in whole_on else None for rank in range(count))
+
+
+def _borders(exchange: Exchange) -> tuple[tuple[Region, ...], ...]:
+    """By rank, the pieces that others get of a value, without those that lie inside another."""
+    found = []
+    for rank in range(len(exchange.own)):
+        others = (exchange.piece(rank, target) for target in range(len(exchange.own)) if target != rank)
+        pieces = sorted({p for p in others if p is not None}, key=elements, reverse=True)
+        kept: list[Region] = []
+        for piece in pieces:
+            if not any(contains(other, piece) for other in kept):
+                kept.append(piece)
+        found.append(tuple(kept))
+    return tuple(found)
 
 
 def _completions(

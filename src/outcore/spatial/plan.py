@@ -1,8 +1,10 @@
 """Which grid: from a job and a number of ranks to a plan whose first stage shares the image.
 
-Every way to arrange the ranks over the axes is laid out and timed; the fastest whose bytes fit is taken. For each grid
-there is one more choice: a halo that costs more to wait for than to compute is computed on both sides of the cut
-(``twice``). Exchanges are tried in order, and one is given up where the step becomes faster without it.
+Every way to arrange the ranks over the axes is laid out, and its forward and backward are simulated; the fastest whose
+bytes fit is taken. For each grid there is one more choice, exchange by exchange in their order, by what makes the step
+faster: a halo that costs more to wait for than to compute is computed on both sides of the cut (``twice``), and borders
+are computed ahead of the rest (``early``), so that they travel while it is computed. What stands in the plan is the
+timeline of the whole step, reductions and update included.
 """
 
 from __future__ import annotations
@@ -10,37 +12,148 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.cost.costs import Costs
-from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
-from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time, parse_bytes
-from outcore.ops.region import sizes
 from outcore.plan_document import Plan, PredictedStep
+from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.plan_job import links_of, weights_on
+from outcore.program import Links
+from outcore.program.simulator.part_time import PartBytes, PartScript, SplitStageCosts
 from outcore.spatial.extent import split_extent
-from outcore.spatial.forecast import SplitForecast, rank_bytes, split_forecast
+from outcore.spatial.forecast import SplitForecast, bytes_of_ranks, split_forecast
 from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
+from outcore.spatial.script import part_scripts, step_s
+from outcore.spatial.timeline import grid_timeline
 from outcore.stage_names import name_stages
 from outcore.stream.network import RegionNetwork
 
-__all__ = ["plan_grid"]
+__all__ = ["GridChoice", "GridSearch", "plan_grid"]
 
-UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 _TRIED = 48
-"""Exchanges that are tried to be computed twice."""
+"""Exchanges that are tried to be computed twice, or early."""
+_FASTER = 0.9999
+"""An exchange is given up for less time than this; predictions of the same time differ in the last digits."""
 
 
 @dataclass(frozen=True)
-class _Choice:
+class GridChoice:
+    """A grid, what is computed twice or early on it, and what a forward and a backward of the whole batch take."""
+
     layout: SplitLayout
     twice: tuple[str, ...]
+    early: tuple[str, ...]
+    scripts: tuple[PartScript, PartScript]
     forecast: SplitForecast
+
+    @property
+    def time_s(self) -> float:
+        """Of the first stage."""
+        return self.forecast.time_s
+
+
+class GridSearch:
+    """Lays out and times grids of one network on one machine."""
+
+    def __init__(self, graph: Graph, weights: CallWeights, links: Links) -> None:
+        self.graph, self.weights, self.links = graph, weights, links
+        self.network = RegionNetwork(graph)
+        self._memory: dict[int, tuple[SplitLayout, tuple[PartBytes, ...]]] = {}
+
+    def grids(self, count: int) -> Iterator[tuple[int, ...]]:
+        """Every arrangement of so many ranks over the axes whose parts are not smaller than a few pixels."""
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
+        pixels = self.network.shapes[self.network.inputs[0]][2:] if self.network.inputs else ()
+        for counts in itertools.product(divisors, repeat=self.network.rank):
+            if math.prod(counts) == count and all(n >= 4 * c for n, c in zip(pixels, counts, strict=False)):
+                yield counts
+
+    def choice(self, counts: tuple[int, ...]) -> GridChoice:
+        """One grid, with all halos exchanged; raises where nothing of the network can be split."""
+        grid, extent = PartGrid(counts), split_extent(self.network, counts)
+        if not extent.calls:
+            where, why = next(iter(extent.stopped), ("the model", "no input is an image"))
+            raise PlanError(f"nothing of {self.graph.root.type} can be split: {where} comes first, and {why}")
+        whole_on = self._whole_on(extent.calls, len(grid))
+        return self._timed(lay_out(self.network, extent, grid, whole_on=whole_on), (), ())
+
+    def _timed(self, layout: SplitLayout, twice: tuple[str, ...], early: tuple[str, ...]) -> GridChoice:
+        first, _ = self._stages(layout.extent.calls)
+        scripts = part_scripts(layout, self.weights, first)
+        took = step_s(scripts, self.links, len(layout.grid))
+        return GridChoice(layout, twice, early, scripts, split_forecast(layout, *took))
+
+    def _stages(self, split: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """The calls of the first stage, and those of a second one: what needs the whole image is a stage of its own
+        where it has weights, which only one rank need hold."""
+        rest = frozenset(self.graph.calls) - split
+        owned = any(self.graph.calls[c].parameters for c in rest)
+        return (split, rest) if owned else (split | rest, frozenset())
+
+    def _whole_on(self, split: frozenset[str], count: int) -> range:
+        """The ranks on which what follows the split part runs: all, where it is in the first stage."""
+        return range(count if self._stages(split)[0] - split else 1)
+
+    def improved(self, best: GridChoice) -> GridChoice:
+        """The same grid, with those halos computed twice, or their borders early, that are cheaper so."""
+        given = best.layout
+        whole_on = self._whole_on(given.extent.calls, len(given.grid))
+        for value in list(given.exchanges)[:_TRIED]:
+            for twice, early in (((*best.twice, value), best.early), (best.twice, (*best.early, value))):
+                if value in best.twice:
+                    continue
+                layout = lay_out(self.network, given.extent, given.grid, twice=twice, early=early, whole_on=whole_on)
+                other = self._timed(layout, twice, early)
+                best = other if other.time_s < _FASTER * best.time_s else best
+        return best
+
+    def memory(self, choice: GridChoice) -> tuple[PartBytes, ...]:
+        """What every rank holds."""
+        key = id(choice.layout)
+        if key not in self._memory:
+            found = bytes_of_ranks(choice.layout, self._stages(choice.layout.extent.calls)[0])
+            self._memory[key] = choice.layout, found
+        return self._memory[key][1]
+
+    def plan(self, choice: GridChoice, *, replicas: int = 1, batches: int = 1) -> Plan:
+        """The plan of a grid, with its figures."""
+        layout = choice.layout
+        stages: tuple[tuple[str, ...], ...] = (("",),)
+        placement = None
+        split, rest = self._stages(layout.extent.calls)
+        if rest:
+            order = self.graph.calls
+            stages = name_stages(self.graph, [[c for c in order if c in split], [c for c in order if c in rest]])
+            placement = (0, 0)
+        spatial: dict[str, object] = {"grid": list(layout.grid.counts)}
+        if choice.twice:
+            spatial["twice"] = list(choice.twice)
+        if choice.early:
+            spatial["early"] = list(choice.early)
+        made = Plan(
+            self.graph.fingerprint,
+            stages,
+            "model_parallel" if batches > 1 else "gpipe",
+            batches=batches,
+            replicas=replicas,
+            placement=placement,
+            exactness="reassociated",
+            spatial=spatial,
+            why=(str(choice.forecast), *self._stopped(layout)),
+        )
+        costs = SplitStageCosts(*choice.scripts, self.memory(choice))
+        timeline = grid_timeline(made, self.graph, self.weights, self.links, costs)
+        peaks = timeline.peak_bytes[: made.ranks_per_replica]
+        return replace(made, predicted=PredictedStep(timeline.step_s, peaks, timeline.bubble, "simulated"))
+
+    def _stopped(self, layout: SplitLayout) -> list[str]:
+        return [f"{block} needs the whole image ({reason})" for block, reason in layout.extent.stopped[:3]]
 
 
 def plan_grid(
@@ -79,113 +192,27 @@ def plan_grid(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     graph = source.capture(batch) if isinstance(source, Job) else source
     limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
-    costs = costs if costs is not None else estimate(graph, where)
-    network = RegionNetwork(graph)
+    search = GridSearch(graph, weights_on(where, graph, costs), links_of(where))
     count = devices or where.ranks
-    grids = [shape_of(tuple(grid), network.rank)] if grid is not None else list(_grids(count, network))
-    link = where.between_devices or UNKNOWN_LINK
-    found = sorted((_choice(network, counts, costs, link) for counts in grids), key=lambda c: c.forecast.time_s)
+    grids = [shape_of(tuple(grid), search.network.rank)] if grid is not None else list(search.grids(count))
+    found = sorted(map(search.choice, grids), key=lambda c: c.time_s)
     if not found:
-        raise PlanError(f"no grid of {count} ranks fits an image of {_image(network)}; take fewer ranks")
+        raise PlanError(f"no grid of {count} ranks fits an image of {_image(search.network)}; take fewer ranks")
     least = 0
     for number, choice in enumerate(found):
-        choice = _with_overlap(choice, costs, link)
-        peaks = _peaks(choice.layout)
-        if max(peaks) <= limit:
-            return _plan(graph, choice, peaks, where, limit, found[:number] + found[number + 1 :])
-        least = max(peaks) if not least else min(least, max(peaks))
+        made = search.plan(search.improved(choice))
+        assert made.predicted is not None
+        most = max(made.predicted.peak_bytes)
+        if most <= limit:
+            others = found[:number] + found[number + 1 :]
+            why = (*made.why, *(f"{c.layout.grid}: {format_time(c.time_s)}" for c in others[:4]))
+            return replace(made, machine=where.fingerprint, memory_bytes=limit, why=why)
+        least = most if not least else min(least, most)
     raise PlanError(
         f"no grid of {len(found[0].layout.grid)} ranks holds the network within {format_bytes(limit)}; it takes "
         f"{format_bytes(least)} on every rank; ask for that much, or for more ranks"
     )
 
 
-def _grids(count: int, network: RegionNetwork) -> Iterator[tuple[int, ...]]:
-    """Every arrangement over the axes whose parts are not smaller than a few pixels."""
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    pixels = network.shapes[network.inputs[0]][2:] if network.inputs else ()
-    for counts in itertools.product(divisors, repeat=network.rank):
-        if math.prod(counts) == count and all(n >= 4 * c for n, c in zip(pixels, counts, strict=False)):
-            yield counts
-
-
 def _image(network: RegionNetwork) -> str:
     return "x".join(str(n) for n in network.shapes[network.inputs[0]][2:]) if network.inputs else "no pixels"
-
-
-def _choice(network: RegionNetwork, counts: tuple[int, ...], costs: Costs, link: Link) -> _Choice:
-    """One grid, with all halos exchanged."""
-    grid, extent = PartGrid(counts), split_extent(network, counts)
-    if not extent.calls:
-        where, why = next(iter(extent.stopped), ("the model", "no input is an image"))
-        raise PlanError(f"nothing of {network.graph.root.type} can be split: {where} comes first, and {why}")
-    layout = lay_out(network, extent, grid, whole_on=_whole_on(network, extent.calls, len(grid)))
-    return _Choice(layout, (), split_forecast(layout, costs, link))
-
-
-def _whole_on(network: RegionNetwork, calls: frozenset[str], count: int) -> range:
-    """The ranks on which what follows the split part runs."""
-    rest = set(network.graph.calls) - calls
-    return range(count if rest and not _has_own_stage(network, rest) else 1)
-
-
-def _with_overlap(best: _Choice, costs: Costs, link: Link) -> _Choice:
-    """The same grid, with those halos computed twice that are cheaper so."""
-    network, extent, grid = best.layout.network, best.layout.extent, best.layout.grid
-    whole_on = _whole_on(network, extent.calls, len(grid))
-    for value in list(best.layout.exchanges)[:_TRIED]:
-        twice = (*best.twice, value)
-        layout = lay_out(network, extent, grid, twice=twice, whole_on=whole_on)
-        other = _Choice(layout, twice, split_forecast(layout, costs, link))
-        if other.forecast.time_s < best.forecast.time_s:
-            best = other
-    return best
-
-
-def _peaks(layout: SplitLayout) -> tuple[int, ...]:
-    model = layout.network.model
-    state = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    known: dict[object, int] = {}
-    found = []
-    for rank, regions in enumerate(layout.ranks):
-        key = (rank == 0, tuple(sorted((v, sizes(r)) for v, r in regions.made.items())), str(regions.widened.keys()))
-        if key not in known:
-            known[key] = rank_bytes(layout, rank)
-        found.append(state + known[key])
-    return tuple(found)
-
-
-def _has_own_stage(network: RegionNetwork, rest: set[str]) -> bool:
-    """Whether what follows the split part has weights that only one rank need hold."""
-    return any(network.graph.calls[c].parameters for c in rest)
-
-
-def _plan(
-    graph: Graph, choice: _Choice, peaks: tuple[int, ...], where: Machine, limit: int, others: list[_Choice]
-) -> Plan:
-    layout, forecast = choice.layout, choice.forecast
-    stages: tuple[tuple[str, ...], ...] = (("",),)
-    placement = None
-    rest = [c for c in graph.calls if c not in layout.extent.calls]
-    if _has_own_stage(layout.network, set(rest)):
-        stages = name_stages(graph, [[c for c in graph.calls if c in layout.extent.calls], rest])
-        placement = (0, 0)
-    spatial: dict[str, object] = {"grid": list(layout.grid.counts)}
-    if choice.twice:
-        spatial["twice"] = list(choice.twice)
-    waits = forecast.exchange_s + forecast.rest_s * (1 - 1 / len(layout.grid))
-    bubble = min(1.0, waits / forecast.time_s) if forecast.time_s else 0.0
-    why = [str(forecast)]
-    why += [f"{block} needs the whole image ({reason})" for block, reason in layout.extent.stopped[:3]]
-    why += [f"{c.layout.grid}: {format_time(c.forecast.time_s)}" for c in others[:4]]
-    return Plan(
-        graph.fingerprint,
-        stages,
-        placement=placement,
-        exactness="reassociated",
-        spatial=spatial,
-        machine=where.fingerprint,
-        memory_bytes=limit,
-        predicted=PredictedStep(forecast.time_s, peaks, bubble, judge="grid"),
-        why=tuple(why),
-    )

@@ -18,11 +18,14 @@ from outcore.graph.record.recording import Ref, fill
 from outcore.graph.structure import leaves
 from outcore.graph.subgraph import Subgraph
 from outcore.spatial.communicator import Communicator, ThreadRanks, run_on_threads
+from outcore.spatial.exchange import new_token
 from outcore.spatial.execute import SplitRun, SplitState
 from outcore.spatial.extent import split_extent
 from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
+from outcore.spatial.tiles import run_tiles
 from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.prepared import PreparedStream, divided
 
 __all__ = ["VirtualRanks"]
 
@@ -38,16 +41,26 @@ class VirtualRanks:
         *,
         cuts: tuple[tuple[float, ...], ...] = (),
         twice: Collection[str] = (),
+        early: Collection[str] | None = (),
+        tile: int | Sequence[int] | None = None,
     ) -> None:
         self.model = model
         self.graph = capture(model, tuple(args))
         self.network = RegionNetwork(self.graph)
         self.grid = PartGrid(shape_of(tuple(grid), self.network.rank), cuts)
         self.extent = split_extent(self.network, self.grid.counts)
-        self.layout: SplitLayout = lay_out(self.network, self.extent, self.grid, twice=twice)
+        self.layout: SplitLayout = lay_out(self.network, self.extent, self.grid, twice=twice, early=early)
         self.recording = self.network.recording
         self.copies = [model, *(_with_own_buffers(model) for _ in range(len(self.grid) - 1))]
-        rest = set(self.graph.calls) - self.extent.calls
+        self.prepared: list[PreparedStream] = []
+        """By rank: its network in tiles, where each rank streams its part."""
+        self.calls = self.extent.calls
+        """Those that run on parts."""
+        if tile is not None:
+            networks = [RegionNetwork(capture(one, tuple(args))) for one in self.copies]
+            self.prepared = [divided(network, tile=tile, statistics=True) for network in networks]
+            self.calls = frozenset(self.prepared[0].streaming.calls)
+        rest = set(self.graph.calls) - self.calls
         self.tail = Subgraph(self.graph, model, self.recording, rest) if rest else None
         self.ranks: ThreadRanks | None = None
         """The queues of the last run."""
@@ -75,8 +88,13 @@ class VirtualRanks:
             steps,
             self.recording.ambient,
         )
-        run = SplitRun(self.layout, state)
-        made = run.run(inputs)
+        if self.prepared:
+            token = new_token(args[0].device) if torch.is_grad_enabled() else None
+            prepared = self.prepared[comm.rank]
+            made, token = run_tiles(prepared, self.grid, comm, inputs, args[0].device, token)
+        else:
+            run = SplitRun(self.layout, state)
+            made, token = run.run(inputs), run.token
         value = None
         if comm.rank == 0:
             values = dict(inputs) | made
@@ -89,8 +107,8 @@ class VirtualRanks:
                 return state.constants[ref.name] if ref.kind == "constant" else self.model.get_parameter(ref.name)
 
             value = loss(fill(self.recording.result, look))
-        if run.token is not None and torch.is_grad_enabled():
-            roots, gradients = [run.token], [torch.zeros_like(run.token)]
+        if token is not None and torch.is_grad_enabled():
+            roots, gradients = [token], [torch.zeros_like(token)]
             if value is not None and value.requires_grad:
                 roots, gradients = [value, *roots], [torch.ones_like(value), *gradients]
             torch.autograd.backward(roots, gradients)

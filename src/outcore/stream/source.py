@@ -19,7 +19,7 @@ from outcore.errors import StreamError
 from outcore.ops.region import Region, sizes
 from outcore.stream.execute.map_store import cut
 
-__all__ = ["FunctionSource", "StreamedImage", "image_of"]
+__all__ = ["FunctionSource", "ImageRows", "StreamedImage", "image_of"]
 
 
 class StreamedImage(Protocol):
@@ -114,6 +114,42 @@ class _Lazy:
         prepare = getattr(self.source, "prepare", None)
         made: torch.Tensor = crop if prepare is None else prepare(crop)
         return made
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Some samples of a streamed image, of which regions are brought to a device."""
+
+    image: StreamedImage
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of these samples."""
+        return (self.last - self.first, *self.image.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what the model sees."""
+        return self.image.dtype
+
+    def read(self, region: Region) -> torch.Tensor:
+        """A region of them, as it is stored; nothing else is read."""
+        (a, b), *rest = region
+        return self.image.read(((self.first + a, self.first + b), *rest))
+
+    def prepare(self, crop: torch.Tensor) -> torch.Tensor:
+        """What was read, as the model sees it."""
+        return self.image.prepare(crop).to(self.dtype)
+
+    def part(self, region: Region, device: torch.device) -> torch.Tensor:
+        """A region of them on a device, as the model sees it."""
+        return self.prepare(self.read(region).to(device))
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        """All of them on a device."""
+        return self.part(tuple((0, n) for n in self.shape), device)
 
 
 def image_of(given: Any) -> StreamedImage:

@@ -12,6 +12,7 @@ from outcore.models import SlideNet
 from outcore.planner import CallWeights
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.plan_job import links_of
+from outcore.planner.pipeline.plan_job import plan as plan_stages
 
 
 def slides(size: int = 1) -> outcore.Job:
@@ -27,7 +28,7 @@ def test_one_slide_for_each_device_where_nobody_said_how_many() -> None:
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_no_stage_is_without_work(devices: int) -> None:
     job = slides()
-    made = outcore.plan(job, devices=devices, batch=1, machine=f"{devices}xv100")
+    made = plan_stages(job, devices=devices, batch=1, machine=f"{devices}xv100")
     graph = job.capture(1)
     weights = CallWeights.of(graph, outcore.estimate(graph, parse("v100")))
     timeline = predict_timeline(made, graph, weights, links_of(parse("4xv100")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.partition.partition import split_by_hand
@@ -43,6 +44,8 @@ def lower(plan: Plan, graph: Graph, weights: CallWeights) -> tuple[Program, Stag
 
 def predict_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links) -> Timeline:
     """The predicted timeline of a step of the plan."""
+    if plan.spatial is not None:
+        raise PlanError("a plan with a grid has more ranks than stages; ask outcore.spatial.timeline for its timeline")
     program, stages = lower(plan, graph, weights)
     return replace(simulate(program, stages, links), name=plan.arrangement)
 

@@ -38,7 +38,7 @@ from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program import Links
 
-__all__ = ["batch_for", "links_of", "plan", "weights_on"]
+__all__ = ["batch_for", "links_of", "plain_peak_bytes", "plan", "weights_on"]
 
 UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 _LONG = 2000
@@ -92,7 +92,7 @@ def plan(
     graph = source.capture(batch or batch_for(source, count)) if isinstance(source, Job) else source
     costs = costs if costs is not None else estimate(graph, where)
     if isinstance(memory, str):
-        plain = memory_curve(graph, costs, optimizer=_optimizer(source)).peak_bytes if "%" in memory else None
+        plain = plain_peak_bytes(source, graph, costs) if "%" in memory else None
         memory = parse_budget(memory, plain)
     limit = memory or where.devices[0].memory_bytes
     if count == 1 and schedule is None and balance is None:
@@ -125,6 +125,11 @@ def plan(
 def batch_for(job: Job, devices: int) -> int:
     """The batch of a step that was not given: the job's own, or one sample for each device where that is more."""
     return max(job.size, devices)
+
+
+def plain_peak_bytes(source: Job | Graph, graph: Graph, costs: Any) -> int:
+    """What a plain step of the recorded batch would hold on one device."""
+    return memory_curve(graph, costs, optimizer=_optimizer(source)).peak_bytes
 
 
 def weights_on(machine: Machine, graph: Graph, costs: Any = None) -> CallWeights:

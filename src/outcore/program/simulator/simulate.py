@@ -11,6 +11,10 @@ counts on its own only until the forward begins, and what two stages of one rank
 gradient for another stage is held from the start of the backward that makes it until its transfer or local use is over,
 a received one from the issue of its receive until its user ends, workspace while a compute runs. Without backwards
 nothing is saved, and values count like gradients.
+
+A first stage on a grid of ranks begins when all of them, and what it needs, are there; from then on each goes its own
+way through the script of its part (`outcore.program.simulator.part_time`). Its gradients are held from the end of its
+first backward on: until then they are in what was counted for the backward itself.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from outcore.program.instructions import (
 from outcore.program.program import Program
 from outcore.program.simulator.links import Links, LinkSchedule
 from outcore.program.simulator.memory_curve import MemoryLedger
+from outcore.program.simulator.part_time import SplitStageCosts, perform_parts, script_of
 from outcore.program.simulator.script_time import ScriptTiming, perform
 from outcore.program.stages import Stages
 from outcore.program.timeline import COMPUTE, Event, Timeline
@@ -44,8 +49,11 @@ from outcore.program.timeline import COMPUTE, Event, Timeline
 __all__ = ["simulate"]
 
 
-def simulate(program: Program, stages: Stages, links: Links | None = None) -> Timeline:
-    """The timeline of a step of the program; without links, transfers and copies take no time.
+def simulate(
+    program: Program, stages: Stages, links: Links | None = None, *, split: SplitStageCosts | None = None
+) -> Timeline:
+    """The timeline of a step of the program; without links, transfers and copies take no time; `split` is the first
+    stage of a program in which several ranks compute it together.
 
     >>> from outcore.program.compile import compile_program
     >>> chain = Stages.uniform(4)
@@ -55,12 +63,13 @@ def simulate(program: Program, stages: Stages, links: Links | None = None) -> Ti
     Raises:
         ProgramError: if the program never ends; `check` says why.
     """
-    return _Simulation(program, stages, links or Links()).run()
+    return _Simulation(program, stages, links or Links(), split).run()
 
 
 class _Simulation:
-    def __init__(self, program: Program, stages: Stages, links: Links) -> None:
-        self.program, self.stages = program, stages
+    def __init__(self, program: Program, stages: Stages, links: Links, split: SplitStageCosts | None = None) -> None:
+        self.program, self.stages, self.split = program, stages, split
+        self.gathered: defaultdict[Compute, dict[int, float]] = defaultdict(dict)
         self.incoming, self.outgoing = stages.incoming(), stages.outgoing()
         self.sizes = {edge.value: edge.bytes for edge in stages.edges}
         self.placement, self.trains = program.placement(), program.trains()
@@ -84,13 +93,16 @@ class _Simulation:
         self.tied = [tuple(sorted({rank for k in tie.stages for rank in holders.get(k, ())})) for tie in stages.ties]
         self.tying: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self.held: Counter[tuple[int, int, int]] = Counter()
+        self.graded: set[int] = set()
 
     def run(self) -> Timeline:
         for stage, rank in sorted({(stage, rank) for (stage, _), rank in self.placement.items()}):
             costs = self.stages.stages[stage]
-            self.ledgers[rank].add(0.0, "parameters", costs.parameter_bytes)
-            self.ledgers[rank].add(0.0, "gradients", costs.gradient_bytes)
-            self.ledgers[rank].add(0.0, "state", costs.state_bytes)
+            together = self.split.parts if self.split is not None and stage == 0 else 1
+            for member in range(rank, rank + together):
+                self.ledgers[member].add(0.0, "parameters", costs.parameter_bytes)
+                self.ledgers[member].add(0.0, "gradients", costs.gradient_bytes if together == 1 else 0)
+                self.ledgers[member].add(0.0, "state", costs.state_bytes)
         for rank in range(len(self.program)):
             self.schedule(0.0, rank, None)
         while self.queue:
@@ -136,6 +148,9 @@ class _Simulation:
                     if missing := self.needs(rank, instruction) - self.here[rank]:
                         self.missing[rank] = missing
                         return
+                    if self.split is not None and instruction.stage == 0 and isinstance(instruction, Compute):
+                        self.compute_together(rank, instruction, now, self.split)
+                        return
                     self.position[rank] += 1
                     self.schedule(self.compute(rank, instruction, now), rank, None)
                     return
@@ -145,6 +160,8 @@ class _Simulation:
         if isinstance(instruction, OptimizerStep):
             tied: set[Hashable] = {("tied", number) for number, ranks in enumerate(self.tied) if rank in ranks}
             return tied | ({("reduced", instruction.stage)} if (rank, instruction.stage) in self.reducing else set())
+        if self.split is not None and self.placement[instruction.stage, instruction.replica] != rank:
+            return set()  # one of several that compute it together, of which the first is given what it needs
         needed: set[Hashable] = set(keys_needed(instruction, self.incoming, self.outgoing))
         if isinstance(instruction, Backward):
             of = (instruction.stage, instruction.micro_batch, instruction.replica)
@@ -246,6 +263,39 @@ class _Simulation:
             ledger.add(end, "saved", -self.held.pop(of, 0))
         ledger.add(end, "workspace", -costs.workspace_bytes)
         return end
+
+    def compute_together(self, rank: int, compute: Compute, now: float, split: SplitStageCosts) -> None:
+        """Run a forward or backward of the split stage when the last of its ranks has reached it."""
+        arrived = self.gathered[compute]
+        arrived[rank] = now
+        self.missing[rank] = {("together", compute)}
+        if len(arrived) < split.parts:
+            return
+        first = self.placement[compute.stage, compute.replica]
+        ranks = range(first, first + split.parts)
+        # The first has waited for what other stages send; the others wait for it in their first message.
+        starts = [arrived[member] for member in ranks]
+        script = script_of(split, compute)
+        ends = perform_parts(script, compute, ranks, starts, self.traffic, self.events)
+        self.make(first, compute, starts[0])
+        self.use(first, compute, starts[0], ends[0])
+        gradient = self.stages.stages[0].gradient_bytes
+        for member, start, end, memory in zip(ranks, starts, ends, split.memory, strict=True):
+            ledger = self.ledgers[member]
+            if isinstance(compute, Forward):
+                ledger.add(start, "saved", memory.held if self.trains else 0)
+                beside = memory.forward_peak - (memory.held if self.trains else 0)
+            else:
+                ledger.add(end, "saved", -memory.held)
+                beside = memory.peak - memory.held
+                if member not in self.graded:
+                    self.graded.add(member)
+                    ledger.add(end, "gradients", gradient)
+            ledger.add(start, "workspace", max(0, beside))
+            ledger.add(end, "workspace", -max(0, beside), first=True)
+            del self.missing[member]
+            self.position[member] += 1
+            self.schedule(end, member, None)
 
     def hold(self, rank: int, of: tuple[int, int, int], time_s: float, nbytes: int) -> None:
         """Hold more or less for the backward of a micro-batch, as a script says."""

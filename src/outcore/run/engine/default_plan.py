@@ -1,7 +1,8 @@
 """The plan of an engine that was given none on several ranks.
 
 What a rank is given in a step is the batch of its replica, so the network is recorded with that batch and every
-candidate's replicas train on one each: a copy of the network on every rank where it fits, stages where it does not.
+candidate's replicas train on one each: a copy of the network on every rank where it fits, stages or a grid that shares
+the image where it does not.
 The first rank plans, the others take its plan.
 """
 
@@ -16,9 +17,9 @@ from outcore.graph import capture
 from outcore.job import Job
 from outcore.machine import known
 from outcore.plan_document import Plan
-from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.run.engine.batch import arguments
 from outcore.run.ranks.world import World
+from outcore.spatial.choose import plan as make_plan
 
 __all__ = ["own_plan"]
 

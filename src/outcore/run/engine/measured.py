@@ -36,10 +36,16 @@ def gather(world: World, worker: Worker, name: str) -> Timeline:
 
 def with_measured_times(stages: Stages, timeline: Timeline) -> Stages:
     """The stages with the mean times of forwards and backwards in a timeline."""
-    found: dict[tuple[int, str], list[float]] = {}
-    for event in timeline.events:
+    lengths: dict[tuple[int, ...], dict[str, float]] = {}
+    for event in timeline.events:  # a compute that waits for neighbours is several events
         if event.stream == COMPUTE:
-            found.setdefault((event.stage, event.kind), []).append(event.end_s - event.start_s)
+            of = (event.stage, event.rank, event.micro_batch, event.replica)
+            kinds = lengths.setdefault(of, {})
+            kinds[event.kind] = kinds.get(event.kind, 0.0) + event.end_s - event.start_s
+    found: dict[tuple[int, str], list[float]] = {}
+    for (stage, *_), by_kind in lengths.items():
+        for kind, length_s in by_kind.items():
+            found.setdefault((stage, kind), []).append(length_s)
 
     def mean(stage: int, kind: str) -> float:
         times = found.get((stage, kind), [0.0])

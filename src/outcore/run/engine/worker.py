@@ -36,6 +36,7 @@ from outcore.run.stage.split_stage import SplitStage
 from outcore.run.stage.stage_module import Execute, GradientSlot, Part, Values, arrive
 from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout
 from outcore.run.transport.part_messages import PartMessages
+from outcore.stream.source import ImageRows
 
 __all__ = ["ProgramRun", "RankMicroBatch", "Worker"]
 
@@ -48,8 +49,8 @@ class RankMicroBatch:
     """A micro-batch as this rank knows it."""
 
     form: RecordedStages
-    inputs: Mapping[str, torch.Tensor]
-    """Tensors the model is given, by name; empty where the rank has no data."""
+    inputs: Mapping[str, torch.Tensor | ImageRows]
+    """What the model is given, by name; empty where the rank has no data."""
     targets: Any
     weight: float
     """Its share in the loss of the step."""
@@ -255,7 +256,7 @@ class Worker:
         of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
         # Of an image that ranks share, each moves its part to its device, not all of it.
         shared = self.split is not None and of.stage == 0
-        given = {name: values.pop(name) if name in values else piece.inputs[name] for name in part.inputs}
+        given: dict[str, Any] = {n: values.pop(n) if n in values else piece.inputs[n] for n in part.inputs}
         given = given if shared else self._here(given)
         values.clear()
         began = self.clock.now()
@@ -280,7 +281,9 @@ class Worker:
             self._flights[of.stage, of.micro_batch, of.replica] = _SavedForward(roots, slots, loss, token)
         self._ended("forward", of, began)
 
-    def _execute(self, stage: int, part: Part, given: Values, draws: RandomDraws) -> tuple[Values, torch.Tensor | None]:
+    def _execute(
+        self, stage: int, part: Part, given: dict[str, Any], draws: RandomDraws
+    ) -> tuple[Values, torch.Tensor | None]:
         if self.split is not None and stage == 0:
             return self.split.run(part, given, draws)
         return self.execute(part, given, draws), None
@@ -355,7 +358,8 @@ class Worker:
     def _here(self, data: Any) -> Any:
         """A micro-batch of the user's data on this rank's device."""
         device = self.forms.device
-        return substitute(data, torch.Tensor, lambda t: t.to(device, non_blocking=True))
+        read = substitute(data, ImageRows, lambda rows: rows.to(device))
+        return substitute(read, torch.Tensor, lambda t: t.to(device, non_blocking=True))
 
     def _take(self, key: Key) -> torch.Tensor:
         """A value or gradient that a compute uses: made on this rank, or received."""
@@ -405,7 +409,14 @@ class Worker:
         self.record("reduce", "reduce", f"R{share.stages[0]}", start, end, share.stages[0], -1, 0, nbytes)
 
     def _ended(self, kind: str, of: Forward | Backward, began: Moment) -> None:
-        self.record(COMPUTE, kind, str(of), began, self.clock.now(), of.stage, of.micro_batch, of.replica)
+        ended = self.clock.now()
+        waits = self.messages.waits if self.messages is not None and isinstance(began, float) else []
+        # What waited for a neighbour's message was not computed; on a GPU the stream goes on meanwhile.
+        for since, until in waits:
+            self.record(COMPUTE, kind, str(of), began, since, of.stage, of.micro_batch, of.replica)
+            began = until
+        waits.clear()
+        self.record(COMPUTE, kind, str(of), began, ended, of.stage, of.micro_batch, of.replica)
         self.gauge.sample()
 
     def _edges(self, form: RecordedStages) -> tuple[list[list[Edge]], list[list[Edge]]]:

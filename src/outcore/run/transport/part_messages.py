@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,16 @@ class PartMessages:
 
     def __init__(self, p2p: PointToPoint, rank: int, size: int, first: int, place: CurrentWork, record: Record) -> None:
         self.rank, self.size = rank, size
-        self._p2p, self._first, self._place, self._record = p2p, first, place, record
+        self._p2p, self._first, self.place, self._record = p2p, first, place, record
         self._going: list[OutgoingTensor] = []
+        self.waits: list[tuple[float, float]] = []
+        """When this rank did nothing but wait for messages, since it was last asked."""
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> None:
         """Send a tensor; it may be changed as soon as this returns."""
         dense = tensor.detach().clone(memory_format=torch.contiguous_format)
         layout = _layout(tuple(dense.shape), dense.dtype)
-        with self._place.communicating():
+        with self.place.communicating():
             self._going = [going for going in self._going if not going.ended()]
             done = self._done(f"halo→{self._first + target}", layout.nbytes)
             self._going.append(self._p2p.send(dense, layout, self._first + target, _TAGS + number, done))
@@ -42,11 +45,11 @@ class PartMessages:
         """Receive a tensor."""
         layout = _layout(shape, dtype)
         done = self._done(f"halo←{self._first + source}", layout.nbytes)
-        with self._place.communicating():
-            return _Incoming(self._p2p.receive(layout, self._first + source, _TAGS + number, done), self._place)
+        with self.place.communicating():
+            return _Incoming(self._p2p.receive(layout, self._first + source, _TAGS + number, done), self)
 
     def _done(self, name: str, nbytes: int) -> Callable[[str, Any, Any], None]:
-        stage, micro_batch = self._place.stage, self._place.micro_batch
+        stage, micro_batch = self.place.stage, self.place.micro_batch
         return lambda stream, start, end: self._record(stream, "halo", name, start, end, stage, micro_batch, 0, nbytes)
 
     def finish(self) -> None:
@@ -62,12 +65,15 @@ class PartMessages:
 
 
 class _Incoming:
-    def __init__(self, tensor: IncomingTensor, place: CurrentWork) -> None:
-        self._tensor, self._place = tensor, place
+    def __init__(self, tensor: IncomingTensor, messages: PartMessages) -> None:
+        self._tensor, self._messages = tensor, messages
 
     def wait(self) -> torch.Tensor:
-        with self._place.communicating():
-            return self._tensor.wait()
+        began = time.perf_counter()
+        with self._messages.place.communicating():
+            found = self._tensor.wait()
+        self._messages.waits.append((began, time.perf_counter()))
+        return found
 
 
 def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> TensorLayout:

@@ -12,7 +12,7 @@ from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import PixelLoss, one_pass
 from outcore.stream.source import StreamedImage
 
-__all__ = ["run", "run_loss"]
+__all__ = ["run", "run_loss", "tracked"]
 
 
 class _Boundary(torch.autograd.Function):
@@ -58,14 +58,14 @@ class _Loss(torch.autograd.Function):
 
 def run_loss(execution: Execution, given: Mapping[str, Any], loss: PixelLoss, target: StreamedImage) -> torch.Tensor:
     """The loss over all pixels, in one pass."""
-    inputs, parameters = _tracked(execution, given)
+    inputs, parameters = tracked(execution, given)
     if torch.is_grad_enabled() and (inputs or parameters):
         made: torch.Tensor = _Loss.apply(execution, loss, target, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return made
     return one_pass(execution, loss, target, gradients=False)[0]
 
 
-def _tracked(execution: Execution, given: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def tracked(execution: Execution, given: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inputs and parameters that want gradients."""
     network = execution.network
     inputs = [given[name] for name in network.graph.inputs if name in execution.wants]
@@ -77,7 +77,7 @@ def _tracked(execution: Execution, given: Mapping[str, Any]) -> tuple[list[torch
 
 def run(execution: Execution, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """The boundary values, with a gradient where one is wanted."""
-    inputs, parameters = _tracked(execution, given)
+    inputs, parameters = tracked(execution, given)
     if torch.is_grad_enabled() and (inputs or parameters):
         made: tuple[torch.Tensor, ...] = _Boundary.apply(execution, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return made

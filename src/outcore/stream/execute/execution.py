@@ -114,6 +114,11 @@ class Execution(StepContext):
                     sums[name] = reduction.add(sums[name], made[name], region, 1)
             del made, pixels, identical  # a tile must be gone when the next one begins
         duplicates.forget()
+        self.finish_pass(step, sums)
+
+    def finish_pass(self, step: PassStep, sums: dict[str, Any]) -> None:
+        """Finish the reductions of a pass whose tiles are all done, from what they added up."""
+        stage = self.streaming.stages[step.index]
         self.states.update(sums)
         for node in stage.reductions:
             assert node.reduction is not None
@@ -143,11 +148,16 @@ class Execution(StepContext):
         with self.context.entered():
             for step in self.schedule.backward:
                 if isinstance(step, PassStep):
-                    self._backward_pass(step, sums)
+                    self.backward_pass(step, sums)
                 else:
-                    self.globals[step.index].backward(self.store, sums)
+                    self.backward_globals(step, sums)
 
-    def _backward_pass(self, step: PassStep, sums: GradientSums) -> None:
+    def backward_globals(self, step: GlobalsStep, sums: GradientSums) -> None:
+        """Send gradients back through the global nodes before a pass."""
+        self.globals[step.index].backward(self.store, sums)
+
+    def backward_pass(self, step: PassStep, sums: GradientSums) -> None:
+        """Run the tiles of a pass once more, and send back the gradients of what they made."""
         stage = self.streaming.stages[step.index]
         if not any(t in self.store.gradients for t in stage.targets):
             return

@@ -15,9 +15,9 @@ from outcore.machine import known
 from outcore.machine.units import parse_budget
 from outcore.plan_document import Plan
 from outcore.planner.pipeline.batch_norm_images import norms_see
-from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.run.engine.setup import choose_device
 from outcore.run.ranks.world import World, identify
+from outcore.spatial.choose import plan as make_plan
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.runners.engine_runner import EngineRunner, finite_only

@@ -33,11 +33,12 @@ def finite_only() -> LossScale:
 class EngineRunner:
     """Steps by a plan."""
 
-    lazy = False
     whole_steps = True
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.engine, self._world = engine, world
+        self.lazy = engine.plan.spatial is not None
+        """Whether each rank reads the part of a slide that it needs."""
         self.rank = engine.rank
         self.optimizer = engine.optimizer
         self.replica = (engine.replica, engine.plan.replicas)
@@ -54,7 +55,7 @@ class EngineRunner:
         elif counted:
             engine.count_memory()
         skipped = engine.update.skipped
-        losses = [engine.step(_arguments(m.inputs), m.targets) for m in micro_batches]
+        losses = [engine.step(_arguments(m.inputs, self.lazy), m.targets) for m in micro_batches]
         if cuda:
             self._peak = torch.cuda.max_memory_allocated(engine.device)
         elif counted:
@@ -65,7 +66,7 @@ class EngineRunner:
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:
         """The loss, and the output on the first rank, where it is small enough to be sent there."""
-        inputs = _arguments(micro_batch.inputs)
+        inputs = _arguments(micro_batch.inputs, self.lazy)
         loss = self.engine.evaluate(inputs, micro_batch.targets)
         output = self.engine.predict(inputs)
         world = self.engine.world
@@ -110,7 +111,7 @@ class EngineRunner:
         return dict(self.engine.share(figures)[0])
 
 
-def _arguments(inputs: Any) -> Any:
+def _arguments(inputs: Any, lazy: bool) -> Any:
     if isinstance(inputs, (tuple, list)):
-        return tuple(_arguments(x) for x in inputs)
-    return inputs.tensor() if isinstance(inputs, Batch) else inputs
+        return tuple(_arguments(x, lazy) for x in inputs)
+    return inputs.tensor() if isinstance(inputs, Batch) and not lazy else inputs

@@ -1,0 +1,281 @@
+"""One call from a job to a plan, for any number of devices: `outcore.plan`.
+
+On one device the ladder decides (`outcore.stream.job_plan`). On several, two families compete: stages, schedules and
+replicas (`outcore.planner.pipeline.plan_job`), and grids of ranks that share the image, with replicas of the grid
+where the batch can be divided, with batches in turn where all of it would not fit, or in front of a pipeline
+(`outcore.spatial.mixed`). Both are simulated over the same
+links with the same costs, and the faster one that is within the memory of a rank is the plan; the other one stands in
+it as a runner-up, or as what was refused and why.
+
+Where both take the same time (within a hundredth) the plan is taken that changes least: batch norms over the most
+images, then the fewest pieces, then stages, which leave the arithmetic of a layer as it is.
+
+A schedule or a balance that is asked for means stages, and no grid is looked at; nor is one where batch norms are to be
+deferred, or the network has no image.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from outcore.cost.costs import Costs
+from outcore.cost.predicted.estimate import estimate
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.job import Job
+from outcore.machine import Machine, known, parse
+from outcore.machine.units import format_bytes, format_time, parse_budget
+from outcore.plan_document import BatchNorm, Plan
+from outcore.planner.partition.strategies import Balance
+from outcore.planner.partition.units import Granularity
+from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
+from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, weights_on
+from outcore.planner.pipeline.plan_job import plan as plan_stages
+from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.spatial.mixed import mixed_plans
+from outcore.spatial.plan import GridChoice, GridSearch
+from outcore.stream.job_plan import plan as plan_one_device
+
+__all__ = ["plan"]
+
+_TIE = 1.01
+_CAREFUL = 3
+"""Grids that are looked at closely."""
+_MOST_BATCHES = 64
+
+
+def plan(
+    source: Job | Graph,
+    *,
+    devices: int | None = None,
+    memory: str | int | None = None,
+    machine: str | Machine | None = None,
+    batch: int | None = None,
+    schedule: Schedule | None = None,
+    balance: Balance | None = None,
+    granularity: Granularity = "layer",
+    batch_norm: BatchNorm | None = None,
+    costs: Costs | None = None,
+    shared: bool = True,
+) -> Plan:
+    """Decide how devices train a network: stages, replicas, schedule, micro-batches, or a grid that shares the image;
+    on one, what is kept, and tiles.
+
+    >>> import outcore, torch
+    >>> job = outcore.Job(
+    ...     model=lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))),
+    ...     batch=lambda size: (torch.randn(size, 256), torch.randn(size, 256)),
+    ...     size=8,
+    ... )
+    >>> outcore.plan(job, devices=4, memory="1GiB", machine="4xv100").ranks
+    4
+
+    Args:
+        source: a job, or a graph that was recorded with the batch of one step.
+        devices: how many; all of the machine's if not given.
+        memory: what no device may exceed, like ``"8GiB"``, or ``"50%"`` of what a plain step with this batch would hold
+            on one device; all it has if not given.
+        machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
+        batch: samples of a step over all devices; the job's own if not given, at least one for each. Only for a job.
+        schedule: the only one to look at: model_parallel, gpipe, 1f1b or gems. The network is then cut into stages.
+        balance: what to cut by, "compute" or "memory"; the fastest step if not given.
+        granularity: how fine the parts are: "block", "layer" or a depth.
+        batch_norm: what batch norms see: "micro_batch", "deferred" or "synchronised" (the whole batch).
+        costs: of every call, measured or estimated; estimated for the machine if not given.
+        shared: False if every replica is given a batch of the recorded size.
+
+    Raises:
+        PlanError: the memory cannot be met; says the smallest that can.
+    """
+    where = parse(machine) if isinstance(machine, str) else machine or known()
+    count = devices or where.ranks
+    if count == 1 and schedule is None and balance is None:
+        return plan_one_device(
+            source, devices=1, memory=memory, machine=where, batch=batch, batch_norm=batch_norm, costs=costs
+        )
+    graph = source.capture(batch or batch_for(source, count)) if isinstance(source, Job) else source
+    costs = costs if costs is not None else estimate(graph, where)
+    if isinstance(memory, str):
+        memory = parse_budget(memory, plain_peak_bytes(source, graph, costs) if "%" in memory else None)
+    limit = memory or where.devices[0].memory_bytes
+    stages: Plan | PlanError
+    try:
+        stages = plan_stages(
+            graph,
+            devices=count,
+            memory=limit,
+            machine=where,
+            schedule=schedule,
+            balance=balance,
+            granularity=granularity,
+            batch_norm=batch_norm,
+            costs=costs,
+            shared=shared,
+        )
+    except PlanError as refused:
+        stages = refused
+    chosen = stages
+    if schedule is None and balance is None and batch_norm != "deferred" and graph.executable is not None:
+        search = _Grids(graph, where, costs, count, limit, batch_norm, shared)
+        chosen = search.compared(stages)
+    if isinstance(chosen, PlanError):
+        raise chosen
+    if isinstance(source, Job) and batch is None and (size := batch_for(source, count)) > source.size:
+        said = f"a step trains on {size} samples, one for each device; the job's own batch is {source.size}"
+        chosen = replace(chosen, why=(said, *chosen.why))
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A grid, and how many replicas of it."""
+
+    least_s: float
+    """Of a batch, without reductions and the update."""
+    replicas: int
+    choice: GridChoice
+
+
+@dataclass
+class _Grids:
+    """The grids that may be better than stages."""
+
+    graph: Graph
+    where: Machine
+    costs: Costs
+    devices: int
+    limit: int
+    batch_norm: BatchNorm | None
+    shared: bool
+
+    def compared(self, stages: Plan | PlanError) -> Plan | PlanError:
+        """The better of what stages take and what the best grid takes."""
+        weights = weights_on(self.where, self.graph, self.costs)
+        least_s = sum(w.time_s for w in weights.calls.values()) / self.devices
+        if isinstance(stages, Plan) and _per_batch_s(stages, self.shared) < least_s:
+            return stages  # no grid computes less than its share
+        search = GridSearch(self.graph, weights, links_of(self.where))
+        within_s = _TIE * _per_batch_s(stages, self.shared) if isinstance(stages, Plan) else float("inf")
+        found = self._choices(search)
+        best, least = None, 0
+        for made in self._grids(search, found, within_s):
+            peak = _peak_bytes(made)
+            if peak > self.limit:
+                least = min(least or peak, peak)
+            elif best is None or self._key(made) < self._key(best):
+                best = made
+        if isinstance(stages, PlanError):
+            return self._alone(best, stages, least)
+        stages_s = _per_batch_s(stages, self.shared)
+        if best is None:
+            return replace(stages, why=(*stages.why, *_too_slow(found[:1], stages_s)))
+        taken, other = (best, stages) if self._is_better(best, stages) else (stages, best)
+        said = f"chosen: {taken.arrangement}: {format_time(_per_batch_s(taken, self.shared))} for a batch"
+        times = _per_batch_s(other, self.shared) / _per_batch_s(taken, self.shared)
+        beside = (
+            f"runner-up: {other.arrangement}: {format_time(_per_batch_s(other, self.shared))} ({times:.2f}x), "
+            f"peak {format_bytes(_peak_bytes(other))}"
+        )
+        why = (said, beside, *taken.why) if taken is best else (*taken.why, beside)
+        return replace(taken, why=why)
+
+    def _alone(self, best: Plan | None, refused: PlanError, least: int) -> Plan | PlanError:
+        if best is not None:
+            return replace(best, why=(f"no stages do: {refused}", *best.why))
+        beside = f"; on grids that share the image a rank would hold {format_bytes(least)}" if least else ""
+        return PlanError(f"{refused}{beside}")
+
+    def _choices(self, search: GridSearch) -> list[_Row]:
+        """Every grid and number of its replicas, the fastest first."""
+        found = []
+        for replicas in range(1, self.devices):
+            if self.devices % replicas or not self._divides(batch_size(self.graph), replicas):
+                continue
+            for counts in search.grids(self.devices // replicas):
+                try:
+                    choice = search.choice(counts)
+                except PlanError:
+                    continue
+                found.append(_Row(choice.time_s / replicas, replicas, choice))
+        return sorted(found, key=lambda row: row.least_s)
+
+    def _grids(self, search: GridSearch, found: list[_Row], within_s: float) -> Iterator[Plan]:
+        """Plans that may be faster than stages: grids of all ranks, and grids in front of a pipeline."""
+        for row in found[:_CAREFUL]:
+            if row.least_s < within_s:
+                yield from self._plans(search, row)
+        samples = batch_size(self.graph)
+        whole = self.batch_norm == "synchronised" and bool(batch_norms(self.graph))
+        for made in mixed_plans(search, self.devices, samples, pieces=not whole, within_s=within_s):
+            yield self._finished(made, samples)
+
+    def _plans(self, search: GridSearch, row: _Row) -> Iterator[Plan]:
+        """The plans of a grid with ever more batches in turn, until one is within the memory."""
+        samples = batch_size(self.graph)
+        choice = search.improved(row.choice)
+        for batches in self._turns(samples // row.replicas if self.shared else samples):
+            made = self._finished(search.plan(choice, replicas=row.replicas, batches=batches), samples)
+            yield made
+            if _peak_bytes(made) <= self.limit:
+                return
+
+    def _divides(self, samples: int, replicas: int) -> bool:
+        """Whether so many replicas can be: they divide the batch, and no norm is to see more than theirs."""
+        if replicas == 1:
+            return True
+        whole = self.batch_norm == "synchronised" and bool(batch_norms(self.graph))
+        return self.shared and samples % replicas == 0 and not whole
+
+    def _turns(self, samples: int) -> Iterator[int]:
+        """Into how many batches in turn the samples of a replica can be cut, the fewest first."""
+        if self.batch_norm == "synchronised" and batch_norms(self.graph):
+            return iter((1,))
+        return itertools.islice((n for n in range(1, samples + 1) if samples % n == 0), _MOST_BATCHES)
+
+    def _finished(self, made: Plan, samples: int) -> Plan:
+        made = replace(
+            made,
+            machine=self.where.fingerprint,
+            memory_bytes=self.limit,
+            batch_norm=self.batch_norm or "micro_batch" if made.replicas == 1 else "micro_batch",
+        )
+        said = norms_see(made, self.graph, samples)
+        return replace(made, why=(*([said] if said else []), *made.why))
+
+    def _key(self, made: Plan) -> tuple[float, ...]:
+        return _per_batch_s(made, self.shared), *_change(made, self.graph)
+
+    def _is_better(self, grid: Plan, stages: Plan) -> bool:
+        one, other = _per_batch_s(grid, self.shared), _per_batch_s(stages, self.shared)
+        if max(one, other) > _TIE * min(one, other):
+            return one < other
+        return _change(grid, self.graph) < _change(stages, self.graph)
+
+
+def _too_slow(found: Sequence[_Row], stages_s: float) -> list[str]:
+    """A line about a grid that was not looked at any closer."""
+    lines = []
+    for row in found:
+        copies = f" x {row.replicas} replicas" if row.replicas > 1 else ""
+        times = f"at least {format_time(row.least_s)} ({row.least_s / stages_s:.2f}x)"
+        lines += [f"runner-up: image over {row.choice.layout.grid} ranks{copies}: {times}"]
+    return lines
+
+
+def _change(made: Plan, graph: Graph) -> tuple[float, ...]:
+    """How much a plan changes: the part of the batch that norms do not see, pieces, and the arithmetic of layers."""
+    pieces = made.micro_batches * made.batches
+    unseen = 1 - 1 / (pieces * made.replicas) if batch_norms(graph) and made.batch_norm == "micro_batch" else 0.0
+    return unseen, pieces, made.parts > 1
+
+
+def _per_batch_s(made: Plan, shared: bool) -> float:
+    assert made.predicted is not None
+    return made.predicted.time_s / (1 if shared else made.replicas)
+
+
+def _peak_bytes(made: Plan) -> int:
+    assert made.predicted is not None
+    return max(made.predicted.peak_bytes)

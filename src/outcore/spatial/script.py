@@ -1,0 +1,150 @@
+"""What the ranks of a grid do in a forward and a backward, in order, with what each action takes.
+
+It is made from the layout that the ranks run, node by node: computing takes the cost of the call on the whole image
+times the share that a rank computes of it, halo included, and at least what its host takes to launch it; borders and
+sums are sent where `outcore.spatial.execute` sends them, and waited for where it waits. Backward goes the other way:
+what was waited for is sent back, what was sent is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from outcore.ops.region import elements
+from outcore.planner.pipeline.call_weights import CallWeight, CallWeights
+from outcore.program import Backward, Event, Forward
+from outcore.program.simulator.links import Links, LinkSchedule
+from outcore.program.simulator.part_time import (
+    PartCompute,
+    PartScript,
+    PartSend,
+    PartWait,
+    perform_parts,
+)
+from outcore.spatial.layout import Exchange, SplitLayout
+from outcore.stream.network import RegionNode
+from outcore.stream.rules.normalise import Apply
+
+__all__ = ["part_scripts", "step_s"]
+
+_Action = PartCompute | PartSend | PartWait
+
+
+def part_scripts(layout: SplitLayout, weights: CallWeights, calls: Collection[str]) -> tuple[PartScript, PartScript]:
+    """The forward and the backward of a stage of these calls on a grid."""
+    return _Scripts(layout, weights).of(calls)
+
+
+def step_s(scripts: tuple[PartScript, PartScript], links: Links, count: int) -> tuple[float, list[Event]]:
+    """Seconds of a forward and a backward on their own, and their events."""
+    traffic, events = LinkSchedule(links), list[Event]()
+    ranks, starts = range(count), [0.0] * count
+    ends = perform_parts(scripts[0], Forward(0, 0), ranks, starts, traffic, events)
+    ends = perform_parts(scripts[1], Backward(0, 0), ranks, ends, traffic, events)
+    return max(ends), events
+
+
+class _Scripts:
+    def __init__(self, layout: SplitLayout, weights: CallWeights) -> None:
+        self.layout, self.weights, self.network = layout, weights, layout.network
+        self.count = len(layout.grid)
+
+    def of(self, calls: Collection[str]) -> tuple[PartScript, PartScript]:
+        forward: list[_Action] = []
+        backward: list[_Action] = []  # in reverse
+        for node in self.layout.extent.nodes:
+            for value in self.layout.completed.get(node.output, ()):
+                forward.append(PartWait(value))
+                backward += self._back(self.layout.exchanges[value])
+            made, back = self._node(node)
+            exchange = self.layout.exchanges.get(node.output)
+            if exchange is not None and node.output in self.layout.borders:
+                ahead, ahead_back = self._borders(node)
+                forward += [ahead, PartSend(exchange.value, self._messages(exchange)), *made]
+                backward += [ahead_back, PartWait(f"{exchange.value} back"), *reversed(back)]
+                continue
+            forward += made
+            backward += reversed(back)
+            if exchange is not None:
+                forward.append(PartSend(exchange.value, self._messages(exchange)))
+                backward.append(PartWait(f"{exchange.value} back"))
+        for gather in self.layout.gathers.values():
+            forward += [PartSend(f"{gather.value} whole", self._messages(gather)), PartWait(f"{gather.value} whole")]
+            backward += [PartWait(f"{gather.value} back"), *self._back(gather)]
+        split = self.layout.extent.calls
+        rest = [self.weights.calls[c] for c in self.network.graph.calls if c in calls and c not in split]
+        if rest:
+            # All ranks run it, for buffers and random numbers; the first alone with gradients.
+            forward.append(PartCompute((sum(r.forward_s for r in rest),) * self.count))
+            alone = (sum(r.backward_s for r in rest), *(0.0,) * (self.count - 1))
+            backward.append(PartCompute(alone))
+        return tuple(forward), tuple(reversed(backward))
+
+    def _node(self, node: RegionNode) -> tuple[list[_Action], list[_Action]]:
+        """What a node does forward, and backward in the order of doing."""
+        if node.norm is not None:  # its cost is in the norm's call, its sum in backward comes there
+            return self._sum(node, node.output), []
+        cost, outputs = self.weights.calls[node.call], max(1, len(self.network.graph.calls[node.call].outputs))
+        shares = self._shares(node)
+        forward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, backward=False))]
+        backward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, backward=True))]
+        if isinstance(node.rule, Apply) and self._graded(node.output):
+            backward += self._sum(node, f"{node.output} back")
+        elif node.kind == "reduction":
+            forward += self._sum(node, node.output)
+            backward = [*self._sum(node, f"{node.output} back"), *backward] if self._graded(node.output) else backward
+        return forward, backward
+
+    def _borders(self, node: RegionNode) -> tuple[PartCompute, PartCompute]:
+        """What the strips of an early value take, forward and backward."""
+        cost, whole = self.weights.calls[node.call], max(1, math.prod(node.shape))
+        shares = [[elements(strip) / whole for strip in strips] for strips in self.layout.borders[node.output]]
+        ways = []
+        for backward in (False, True):
+            each = [_seconds(cost, strips, 1, backward=backward) for strips in shares]
+            ways.append(PartCompute(tuple(sum(seconds) for seconds in each)))
+        return ways[0], ways[1]
+
+    def _shares(self, node: RegionNode) -> list[float]:
+        """The part of a node's work that each rank does."""
+        if node.kind == "reduction":
+            source = node.values[0]
+            regions = self.layout.grid.owners(self.network, source)
+            whole = math.prod(self.network.shapes[source])
+        elif node.kind == "local":
+            regions = [r.made.get(node.output) for r in self.layout.ranks]
+            whole = math.prod(node.shape)
+        else:
+            return [1.0] * self.count
+        return [0.0 if r is None else min(1.0, elements(r) / max(1, whole)) for r in regions]
+
+    def _sum(self, node: RegionNode, name: str) -> list[_Action]:
+        """A row from every rank to every other."""
+        ranks = range(self.count)
+        if isinstance(node.rule, Apply):
+            node = self.network.nodes[node.operands[1].name]
+        nbytes = math.prod(node.shape) * node.dtype.itemsize
+        rows = tuple((a, b, nbytes) for a in ranks for b in ranks if a != b)
+        return [PartSend(name, rows), PartWait(name)] if rows else []
+
+    def _messages(self, exchange: Exchange) -> tuple[tuple[int, int, int], ...]:
+        size, ranks = self.network.dtypes[exchange.value].itemsize, range(self.count)
+        pieces = ((a, b, exchange.piece(a, b)) for a in ranks for b in ranks if a != b)
+        return tuple((a, b, elements(p) * size) for a, b, p in pieces if p is not None)
+
+    def _back(self, exchange: Exchange) -> list[_Action]:
+        """The gradients of what was received, to where it came from."""
+        if not self._graded(exchange.value):
+            return []
+        sent = tuple((b, a, n) for a, b, n in self._messages(exchange) if b in exchange.graded)
+        return [PartSend(f"{exchange.value} back", sent)]
+
+    def _graded(self, value: str) -> bool:
+        values = self.network.graph.values
+        return values[value].requires_grad if value in values else True
+
+
+def _seconds(cost: CallWeight, shares: list[float], outputs: int, *, backward: bool) -> tuple[float, ...]:
+    whole_s, host_s = (cost.backward_s, cost.host_backward_s) if backward else (cost.forward_s, cost.host_forward_s)
+    return tuple(max(share * whole_s, host_s if share else 0.0) / outputs for share in shares)

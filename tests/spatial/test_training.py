@@ -1,0 +1,69 @@
+"""Twenty steps of SGD on parts: weights, momentum and running statistics of one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from outcore.spatial.virtual import VirtualRanks
+
+from .test_networks import EVERY
+
+STEPS = 20
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return (output - 0.3).square().mean()
+
+
+def _train(model: nn.Module, step, images: list[torch.Tensor]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    losses = []
+    for image in images:
+        optimizer.zero_grad()
+        losses.append(step(image))
+        optimizer.step()
+    return losses
+
+
+def _compare(model: nn.Module, shape: tuple[int, ...], grid: tuple[int, ...], steps: int, **options) -> None:
+    torch.manual_seed(4)
+    images = [torch.randn(shape, dtype=torch.float64) for _ in range(steps)]
+    model = model.double().train()
+    plain = copy.deepcopy(model)
+    split = VirtualRanks(model, (images[0],), grid, **options)
+
+    def plain_step(image: torch.Tensor) -> float:
+        loss = _loss(plain(image))
+        loss.backward()
+        return loss.item()
+
+    wanted = _train(plain, plain_step, images)
+    found = _train(model, lambda image: split.step((image,), _loss).item(), images)
+    assert found == pytest.approx(wanted, rel=1e-10)
+    largest = max(p.abs().max().item() for p in plain.parameters())
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (one - other).abs().max() <= 1e-10 * largest, name
+    for (name, one), other in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other[1], rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [(), None])
+@pytest.mark.parametrize("name", EVERY)
+def test_twenty_steps_on_a_grid_are_those_of_one_process(name: str, early: tuple[str, ...] | None) -> None:
+    make, shape = EVERY[name]
+    grid = (2, 1, 2) if len(shape) == 5 else (2, 2) if early is None else (1, 3)
+    torch.manual_seed(3)
+    _compare(make(), shape, grid, STEPS, early=early)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unet", "deeplab"])
+def test_twenty_steps_in_tiles_on_a_grid_are_those_of_one_process(name: str) -> None:
+    make, shape = EVERY[name]
+    torch.manual_seed(3)
+    _compare(make(), shape, (2, 2), STEPS, tile=14)
