@@ -1,10 +1,10 @@
 """TensorFlow's allocator, simulated: best fit with coalescing.
 
-The allocator takes regions from the system, each at least twice the last, and cuts chunks from them. A request takes the
-smallest free chunk that is large enough, and takes *all* of it unless it is at least twice as large; so a tensor of 2.25
-MiB may hold 4. That is what `tf.config.experimental.get_memory_info` counts, and what a budget has to have room for. It
-depends on what was freed before, so requests and frees are replayed in the order of a step. On a CPU, requests under
-256 KiB go to the system and count as they are.
+The allocator takes regions from the system, each at least twice the last, and cuts chunks from them. A request takes
+the smallest free chunk that is large enough, and takes *all* of it unless it is at least twice as large; so a tensor of
+2.25 MiB may hold 4. That is what `tf.config.experimental.get_memory_info` counts, and what a budget has to have room
+for. It depends on what was freed before, so requests and frees are replayed in the order of a step. On a CPU, requests
+under 256 KiB go to the system and count as they are.
 """
 
 from __future__ import annotations

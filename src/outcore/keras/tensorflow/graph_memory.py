@@ -1,16 +1,16 @@
 """What a step holds at its peak, from TensorFlow's own graph of it.
 
-A traced function says everything that decides its memory: the operations, what each reads, and the size of every tensor.
+A traced function says what decides its memory: the operations, what each reads, and the size of every tensor.
 TensorFlow's executor runs an operation when its inputs are there, first come first served, and frees a tensor after its
 last reader. So the peak is found by doing just that, without running anything:
 
-- an operation that only renames a tensor (identity, reshape) makes nothing new, and reading a variable gives its buffer;
+- an operation that only renames a tensor (identity, reshape) makes nothing new; reading a variable gives its buffer;
 - an elementwise operation writes over an input that nothing else will read, as TensorFlow's kernels do;
 - what the function is given, and what it returns, lives to its end;
 - what is taken and freed goes through a simulation of TensorFlow's allocator (`bfc_allocator`), which rounds.
 
-This is what `tf.config.experimental.get_memory_info` measures, on a CPU as on a GPU. Not in the prediction: most scratch
-memory inside kernels, what loops of recurrent layers collect, and what XLA does (a planned step runs without it).
+This is what `tf.config.experimental.get_memory_info` measures, on a CPU as on a GPU. Not in the prediction: most
+scratch memory inside kernels, what loops of recurrent layers collect, and XLA, without which a planned step runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ALIASES = {
 _NOTHING = {"ReadVariableOp", "Placeholder", "Const", "VarHandleOp", "Shape", "ShapeN", "Rank", "Size"}
 """Their memory is that of a variable, of the caller, or next to none."""
 _IN_PLACE = {
-    "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Exp", "Log", "Sqrt", "Rsqrt",
-    "Square", "Neg", "Abs", "Erf", "Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Maximum", "Minimum", "BiasAdd",
-    "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad", "SigmoidGrad", "TanhGrad", "SoftplusGrad",
-    "FusedBatchNormV3", "FusedBatchNormGradV3", "Softmax", "LogSoftmax", "MulNoNan", "DivNoNan", "Pow",
+    "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Exp", "Log", "Sqrt",
+    "Rsqrt", "Square", "Neg", "Abs", "Erf", "Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Maximum", "Minimum",
+    "BiasAdd", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad", "SigmoidGrad", "TanhGrad",
+    "SoftplusGrad", "FusedBatchNormV3", "FusedBatchNormGradV3", "Softmax", "LogSoftmax", "MulNoNan", "DivNoNan", "Pow",
     "SquaredDifference",
 }  # fmt: skip
 

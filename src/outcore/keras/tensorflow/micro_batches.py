@@ -1,8 +1,8 @@
 """``train_step`` over micro-batches, with the gradients of the whole batch.
 
 The batch is split along its first dimension; every part runs forward and backward, and its gradients are added up,
-weighted so that the sum is that of the whole batch: Keras' losses are means over the batch (``sum_over_batch_size``), so
-a part counts by its share. The parts are the turns of a loop, one at a time. The optimizer steps once. The result is
+weighted so that the sum is that of the whole batch: Keras' losses are means over the batch (``sum_over_batch_size``),
+so a part counts by its share. The parts are the turns of a loop, one at a time. The optimizer steps once. The result is
 that of the whole batch up to the order of sums, but for layers that normalize over the batch, which see one part at a
 time and update their statistics once per part; and for dropout, whose masks are drawn per part.
 """

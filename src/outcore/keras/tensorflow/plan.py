@@ -5,8 +5,9 @@ function. So the search is over segments:
 
 1. For some sizes, the list of calls is cut greedily so that what gradients need inside a segment is at most that size,
    at the place where the fewest bytes cross (Chen et al., 2016).
-2. Of each such cut, segments are recomputed one after the other, the most bytes freed for the least work first, until the
-   estimate fits: what stays over the turn from forward to backward, and what each segment holds while it is run again.
+2. Of each such cut, segments are recomputed one after the other, the most bytes freed for the least work first, until
+   the estimate fits: what stays over the turn from forward to backward, and what each segment holds while it is run
+   again.
 3. The cheapest is traced, and its peak read off TensorFlow's graph of it (`graph_memory`). If that is above the budget,
    the estimate was too low by so much, and the next is tried with this known.
 
@@ -15,6 +16,7 @@ What no plan can lower is refused with the smallest peak that was found.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -110,7 +112,7 @@ def _candidates(estimate: _Estimate, budget_bytes: float) -> Iterator[tuple[floa
     facts, total = estimate.facts, sum(estimate.saved_bytes)
     for number in _SIZES:
         places = _cuts(estimate, total / number)
-        segments = tuple(Segment(a, b) for a, b in zip(places, places[1:], strict=False))
+        segments = tuple(Segment(a, b) for a, b in itertools.pairwise(places))
         work, done = 0.0, set[int]()
         peak = estimate.peak(segments)
         while peak > budget_bytes:

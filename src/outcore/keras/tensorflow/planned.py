@@ -1,9 +1,9 @@
 """A Keras model on TensorFlow within a memory budget.
 
 `within` puts a planned ``call`` on the model, and where micro-batches are needed a ``train_step``; ``fit``,
-``train_on_batch`` and a loop with `tf.GradientTape` go through them as they are. Weights, losses and metrics stay Keras'
-own. XLA is switched off for the model's training step: it merges values across the step and keeps more of them than
-TensorFlow's executor does.
+``train_on_batch`` and a loop with `tf.GradientTape` go through them as they are. Weights, losses and metrics stay
+Keras' own. XLA is switched off for the model's training step: it merges values across the step and keeps more of them
+than TensorFlow's executor does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from outcore.keras.tensorflow.traced import step_facts, trace_planned
 from outcore.keras.twin import leaves
 from outcore.machine.units import format_bytes, parse_bytes
 
-__all__ = ["TensorFlowPlan", "memory_plan", "release", "within"]
+__all__ = ["TensorFlowPlan", "memory_plan", "release", "within", "within_options"]
 
 _SPLITS = (2, 4, 8, 16, 32, 64)
 
@@ -117,9 +117,27 @@ def within(
     raise PlanError(
         f"{model.name} does not train within {format_bytes(budget)} on TensorFlow: the smallest peak found is "
         f"{format_bytes(least)} with {tried} micro-batches; give memory={least} or a smaller batch"
-        + ("" if not normalizes_batches(keras, model) or micro_batches else ", or micro_batches=2 (batch normalization "
-           "then sees parts of the batch)")  # fmt: skip
+        + (
+            ""
+            if not normalizes_batches(keras, model) or micro_batches
+            else ", or micro_batches=2 (batch normalization then sees parts of the batch)"
+        )
     )
+
+
+def within_options(given: Mapping[str, Any]) -> Any:
+    """`within`, from the arguments of `outcore.within`; what TensorFlow does not have is refused."""
+    passive = {"kwargs": ({"training": True}, {}), "measure_s": None, "graphs": ("auto", False), "exact": None,
+               "stream": (False,), "statistics": (False,), "compile": (False,)}  # fmt: skip
+    for name, value in given.items():
+        allowed = passive.get(name, ())
+        if name in ("model", "args", "memory", "optimizer", "quiet") or value is None or allowed is None:
+            continue
+        if value not in allowed:
+            raise OutcoreError(f"{name}= is not there for Keras models on TensorFlow; see outcore.keras")
+    optimizer = given["optimizer"]
+    state = float(optimizer) if isinstance(optimizer, (int, float)) else None
+    return within(given["model"], given["args"], memory=given["memory"], optimizer=state, quiet=given["quiet"])
 
 
 class _Tracing:
@@ -170,7 +188,8 @@ def memory_plan(model: Any) -> TensorFlowPlan:
     call = model.__dict__.get("call")
     if not isinstance(call, SegmentedCall):
         raise OutcoreError("this model is not under outcore.within")
-    assert isinstance(call.plan, TensorFlowPlan)
+    if not isinstance(call.plan, TensorFlowPlan):
+        raise OutcoreError("this model runs in tiles, under no plan")
     return call.plan
 
 

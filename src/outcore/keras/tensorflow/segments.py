@@ -3,9 +3,9 @@
 The calls of a model are cut into segments. What a *recomputed* segment makes inside is dropped after forward; backward
 runs the segment again from its inputs, and differentiates that run. `tf.recompute_grad` does the same for a function
 without state. A Keras layer has state: a second run would update batch normalization twice and draw other dropout
-masks. So a segment runs as a pure function, in Keras' `StatelessScope`: weights, statistics and seeds are arguments, new
-statistics and seeds are results, which are assigned once, after the first run. The second run has the same arguments,
-so it gives the same values bit for bit.
+masks. So a segment runs as a pure function, in Keras' `StatelessScope`: weights, statistics and seeds are arguments,
+new statistics and seeds are results, which are assigned once, after the first run. The second run has the same
+arguments, so it gives the same values bit for bit.
 
 In a graph the second run must wait for the gradient of the segment's output. Its arguments pass an identity that has
 this gradient as a control input; that also keeps the graph's optimizer from merging both runs.
@@ -119,9 +119,7 @@ class SegmentedCall:
             tensors = [inner[n] for n in boundary.outputs]
             return [*tensors, *(m for _, m in out_masks if m is not None), *(t for _, t in updated)]
 
-        found = recomputed(
-            tf, self._record, pure, flat, len(flat) - len(weights) - len(state), len(state), self._done
-        )
+        found = recomputed(tf, self._record, pure, flat, len(flat) - len(weights) - len(state), len(state), self._done)
         outputs = dict(zip(boundary.outputs, found, strict=False))
         for number, m in zip(after["masks"], found[len(outputs) :], strict=False):
             backend.set_keras_mask(outputs[number], m)
@@ -130,9 +128,7 @@ class SegmentedCall:
         values.update(outputs)
 
 
-def recomputed(
-    tf: Any, record: Any, pure: Any, flat: list[Any], data: int, state: int, done: list[Any]
-) -> list[Any]:
+def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, state: int, done: list[Any]) -> list[Any]:
     """The results of a pure function, whose gradient runs it again.
 
     Args:

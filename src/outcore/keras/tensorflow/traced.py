@@ -1,6 +1,6 @@
 """A training step of a Keras model as TensorFlow traces it, without running it.
 
-`trace_step` traces forward, a loss and all gradients as one graph for inputs of given shapes; nothing is computed, and no
+Forward, a loss and all gradients are traced as one graph for inputs of given shapes; nothing is computed, and no
 variable changes. Which operations belong to which call is noted while tracing. From the plain step's graph come the
 facts that a plan is made from: the buffers that each call makes and the gradients read, and an estimate of each call's
 work. From the graph of a planned step comes its predicted peak.
@@ -55,9 +55,7 @@ def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
     def step(*given: Any) -> Any:
         with tf.GradientTape() as tape:
             outputs = [x for x in leaves(forward(list(given))) if isinstance(x, tf.Tensor)]
-            loss = tf.add_n(
-                [tf.reduce_mean(tf.square(tf.cast(x, tf.float32))) for x in outputs if x.dtype.is_floating]
-            )
+            loss = tf.add_n([tf.reduce_mean(tf.square(tf.cast(x, tf.float32))) for x in outputs if x.dtype.is_floating])
         return tape.gradient(loss, variables)
 
     try:
@@ -77,9 +75,7 @@ def trace_planned(
     return graph_memory(_trace(keras, model, specs, forward), standing)
 
 
-def step_facts(
-    keras: Any, model: Any, specs: Sequence[Any], calls: Calls, standing: Sequence[int] = ()
-) -> StepFacts:
+def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, standing: Sequence[int] = ()) -> StepFacts:
     """Trace a plain step, call by call."""
     tf = importlib.import_module("tensorflow")
     values: dict[int, Any] = {}
