@@ -5,9 +5,22 @@ Keras itself is imported by the call that needs it; importing this package does 
 
 from outcore.keras.convert import to_torch
 from outcore.keras.installed import require_keras
+from outcore.keras.optimizers import Adam, AdamW, optimizer_of
 from outcore.keras.tensorflow.planned import TensorFlowPlan, within
 from outcore.keras.tensorflow.tiles import stream
 from outcore.keras.twin import Twin
 from outcore.keras.weights import from_torch, write_back
 
-__all__ = ["TensorFlowPlan", "Twin", "from_torch", "require_keras", "stream", "to_torch", "within", "write_back"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "TensorFlowPlan",
+    "Twin",
+    "from_torch",
+    "optimizer_of",
+    "require_keras",
+    "stream",
+    "to_torch",
+    "within",
+    "write_back",
+]

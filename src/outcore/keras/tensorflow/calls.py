@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.errors import ModelError
+from outcore.keras.symbolic import graph_of_class
 from outcore.keras.twin import Slot, leaves, substitute
 
-__all__ = ["Call", "Calls", "functional_of", "list_calls", "run_call"]
+__all__ = ["Call", "Calls", "functional_of", "list_calls", "run_call", "traced_functional"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Call:
     outputs: tuple[int, ...]
     training: Any = None
     """How the nested model around it is called, for where the outer model is not told."""
+    fixed: bool = False
+    """Whether it is called so in any case: the ``call`` of a class says it. A functional model overrides it."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -37,7 +40,8 @@ class Call:
     @property
     def variables(self) -> list[Any]:
         """Keras' variables of the layer: weights, statistics, seeds."""
-        return list(getattr(self.operation, "variables", ()))
+        given = [x for x in leaves((self.args, self.kwargs)) if hasattr(x, "regularizer")]
+        return [*getattr(self.operation, "variables", ()), *given]
 
 
 @dataclass(frozen=True)
@@ -61,35 +65,42 @@ class Calls:
 
 
 def functional_of(keras: Any, model: Any) -> Any:
-    """The functional model inside a model, or none if it has a ``call`` of its own."""
+    """The functional model inside a model, or none if it has a ``call`` of its own.
+
+    At the top of a model, `traced_functional` finds one for a class too.
+    """
     functional = keras.src.models.functional.Functional
     if isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call:
         return model._functional
     return model if isinstance(model, functional) and type(model).call is functional.call else None
 
 
-def list_calls(keras: Any, model: Any) -> Calls:
-    """The calls of a functional or sequential model.
+def traced_functional(keras: Any, model: Any) -> Any:
+    """The functional model inside a model, or one that is made by calling its class on symbolic tensors."""
+    found = functional_of(keras, model)
+    if found is None and not isinstance(model, keras.Sequential):
+        found = graph_of_class(keras, model, model.name, training=True)
+    return found
+
+
+def list_calls(keras: Any, model: Any, functional: Any = None) -> Calls:
+    """The calls of a model.
 
     Raises:
-        ModelError: the model keeps no graph.
+        ModelError: the model keeps no graph, and none can be traced.
     """
-    functional = functional_of(keras, model)
+    functional = functional if functional is not None else traced_functional(keras, model)
     if functional is None:
-        raise ModelError(
-            f"{model.name} ({type(model).__name__}) has a call of its own and keeps no graph, so that there is nothing "
-            "to plan on TensorFlow; build it as a functional model, keras.Model(inputs, outputs), or set "
-            "KERAS_BACKEND=torch, where outcore records any model"
-        )
-    listing = _Listing(keras)
+        raise ModelError(f"{model.name} is not built; call it once on a batch")
+    listing = _Listing(keras, functional_of(keras, model) is None)
     slots = [listing.new() for _ in functional.inputs]
     result = listing.walk(functional, slots, model.name, None)
     return Calls(tuple(listing.calls), tuple(slots), substitute(result, Slot))
 
 
 class _Listing:
-    def __init__(self, keras: Any) -> None:
-        self.keras, self.calls, self.count = keras, list[Call](), 0
+    def __init__(self, keras: Any, traced: bool) -> None:
+        self.keras, self.calls, self.count, self.traced = keras, list[Call](), 0, traced
 
     def new(self) -> int:
         self.count += 1
@@ -108,8 +119,8 @@ class _Listing:
     def _node(self, node: Any, numbers: dict[int, int], path: str, training: Any) -> None:
         operation, path = node.operation, f"{path}/{node.operation.name}"
         inner = self._inlined(node)
+        own = training if training is not None else node.arguments.kwargs.get("training")
         if inner is not None:
-            own = training if training is not None else node.arguments.kwargs.get("training")
             given = [numbers[id(tensor)] for tensor in leaves(node.arguments.args[0])]
             made = self.walk(inner, given, path, own)
             for tensor, number in zip(node.outputs, leaves(made), strict=True):
@@ -123,7 +134,7 @@ class _Listing:
         for tensor in node.outputs:
             numbers[id(tensor)] = self.new()
         outputs = tuple(numbers[id(tensor)] for tensor in node.outputs)
-        self.calls.append(Call(path, operation, args, kwargs, outputs, training))
+        self.calls.append(Call(path, operation, args, kwargs, outputs, own, self.traced and own is not None))
 
     def _inlined(self, node: Any) -> Any:
         """The graph of a nested model whose inputs arrive as it declares them; of anything else none."""
@@ -145,7 +156,7 @@ class _Listing:
 def run_call(call: Call, values: dict[int, Any], training: Any) -> None:
     """Call a layer as Keras' functional model does, and note its outputs."""
     kwargs = substitute(call.kwargs, lambda x: values[x.number] if isinstance(x, Slot) else x)
-    mode = training if training is not None else call.training
+    mode = training if training is not None and not call.fixed else call.training
     if mode is not None and "training" in getattr(call.operation, "_call_context_args", ()):
         kwargs["training"] = mode
     made = call.operation(*substitute(call.args, lambda x: values[x.number] if isinstance(x, Slot) else x), **kwargs)

@@ -18,7 +18,7 @@ from typing import Any
 
 from outcore.errors import ModelError, OutcoreError, PlanError
 from outcore.keras.installed import require_keras
-from outcore.keras.tensorflow.calls import Calls, functional_of, list_calls
+from outcore.keras.tensorflow.calls import Calls, list_calls, traced_functional
 from outcore.keras.tensorflow.micro_batches import accumulating_step, check_splittable, normalizes_batches
 from outcore.keras.tensorflow.plan import Choice, choose
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
@@ -85,8 +85,9 @@ def within(
     if keras.backend.backend() != "tensorflow":
         raise ModelError(f"keras runs on {keras.backend.backend()}; on torch, call outcore.within")
     release(model)
-    calls = list_calls(keras, model)
-    specs = _specs(model, functional_of(keras, model), args)
+    functional = traced_functional(keras, model)
+    calls = list_calls(keras, model, functional)
+    specs = _specs(model, functional, args)
     budget, share = _budget(memory)
     parts = [micro_batches] if micro_batches else [1]
     if not micro_batches and not normalizes_batches(keras, model):
@@ -104,12 +105,12 @@ def within(
         plain = plain or facts.memory.peak_bytes
         if share is not None:
             budget, share = int(share * plain), None
-        tracing = _Tracing(keras, model, calls, part, standing)
+        tracing = _Tracing(keras, model, functional, calls, part, standing)
         chosen, smallest = choose(calls, facts, budget, sum(standing), tracing.peak)
         least = min(least or smallest.peak_bytes, smallest.peak_bytes)
         if chosen is not None:
             plan = _plan(calls, chosen, tried, sum(variables), plain, budget)
-            _install(keras, model, SegmentedCall(keras, functional_of(keras, model), calls, chosen.segments), plan)
+            _install(keras, model, SegmentedCall(keras, functional, calls, chosen.segments, model), plan)
             if not quiet:
                 print(f"outcore: {model.name}: {plan}", file=sys.stderr)
             return model
@@ -143,11 +144,14 @@ def within_options(given: Mapping[str, Any]) -> Any:
 class _Tracing:
     """The peak of a step by segments, from its graph."""
 
-    def __init__(self, keras: Any, model: Any, calls: Calls, specs: Sequence[Any], standing: Sequence[int]) -> None:
-        self.keras, self.model, self.calls, self.specs, self.standing = keras, model, calls, specs, standing
+    def __init__(
+        self, keras: Any, model: Any, functional: Any, calls: Calls, specs: Sequence[Any], standing: Sequence[int]
+    ) -> None:
+        self.keras, self.model, self.functional = keras, model, functional
+        self.calls, self.specs, self.standing = calls, specs, standing
 
     def peak(self, segments: tuple[Segment, ...]) -> int:
-        planned = SegmentedCall(self.keras, functional_of(self.keras, self.model), self.calls, segments)
+        planned = SegmentedCall(self.keras, self.functional, self.calls, segments, self.model)
         return trace_planned(self.keras, self.model, self.specs, planned, self.standing).peak_bytes
 
 

@@ -54,7 +54,10 @@ class _Boundary:
 class SegmentedCall:
     """The ``call`` of a Keras model that runs by segments; takes its place on the instance."""
 
-    def __init__(self, keras: Any, functional: Any, calls: Calls, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, keras: Any, functional: Any, calls: Calls, segments: Sequence[Segment], model: Any = None
+    ) -> None:
+        self.model = functional if model is None else model
         self.keras, self.functional, self.calls, self.segments = keras, functional, calls, tuple(segments)
         self.tf = importlib.import_module("tensorflow")
         self._record = importlib.import_module("tensorflow.python.eager.record")
@@ -66,6 +69,12 @@ class SegmentedCall:
 
     def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
         """Keras' own, by segments; what it is told beside that goes to Keras."""
+        if self.model is not self.functional and not isinstance(self.model, self.keras.Sequential):
+            training = training if training is not None else self._context_training()
+            if not training or mask is not None or kwargs:  # a class, of which training was traced
+                told = kwargs | {k: v for k, v in (("training", training), ("mask", mask)) if v is not None}
+                own = {k: v for k, v in told.items() if k in self.model._call_signature.parameters}
+                return type(self.model).call(self.model, inputs, **own)
         if kwargs:
             return self.functional.call(inputs, training=training, mask=mask, **kwargs)
         given = self.functional._standardize_inputs(inputs)
@@ -78,6 +87,11 @@ class SegmentedCall:
         run_segments(self, values, training)
         made = substitute(self.calls.result, lambda x: values[x.number] if isinstance(x, Slot) else x)
         return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
+
+    def _context_training(self) -> Any:
+        """Whether the call that this one is part of trains."""
+        context = self.model._get_call_context()
+        return context.get_value("training") if hasattr(context, "get_value") else getattr(context, "training", None)
 
     def boundary(self, segment: Segment) -> _Boundary:
         """The boundary of a segment under the variables that are trainable now."""
