@@ -15,6 +15,7 @@ from outcore.keras.tensorflow.calls import functional_of, list_calls
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
 from tests.keras.oracle import keras, tf
 from tests.keras.random_models import random_model
+from tests.keras.test_convert import residual_class
 
 L = keras.layers
 
@@ -79,6 +80,15 @@ def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
     assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__
 
 
+def test_a_model_written_as_a_class_trains_within_a_budget() -> None:
+    x = tf.constant(np.random.default_rng(0).standard_normal((4, 6, 6, 3)))
+    plain, model = residual_class(), residual_class()
+    outcore.within(model, (x,), memory="80%", quiet=True)
+    assert any(recompute for *_, recompute in outcore.memory_plan(model).segments)
+    assert same(gradients(plain, x), gradients(model, x), 0.0)
+    assert same([plain(x)], [model(x)], 0.0)
+
+
 def chain(width: int = 8, depth: int = 8) -> Any:
     given = keras.Input((128, 128, width))
     x = given
@@ -129,10 +139,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
     class Own(keras.Model):
         def call(self, x: Any) -> Any:
-            return x
+            return tf.sin(x)
 
-    with pytest.raises(ModelError, match="call of its own"):
-        outcore.within(Own(), [(4, 8)], memory="1GiB")
+    own = Own()
+    own(tf.zeros((4, 8)))
+    with pytest.raises(ModelError, match="symbolic tensors"):
+        outcore.within(own, [(4, 8)], memory="1GiB")
     with pytest.raises(OutcoreError, match="takes an input of shape"):
         outcore.within(network(), [(4, 9, 8, 3)], memory="1GiB")
     with pytest.raises(OutcoreError, match="TensorFlow"):
