@@ -9,7 +9,7 @@ from outcore.keras.optimizers import Adam, AdamW, optimizer_of
 from outcore.keras.tensorflow.planned import TensorFlowPlan, within
 from outcore.keras.tensorflow.tiles import stream
 from outcore.keras.twin import Twin
-from outcore.keras.weights import from_torch, write_back
+from outcore.keras.weights import from_torch, load_weights, save_weights, write_back
 
 __all__ = [
     "Adam",
@@ -17,8 +17,10 @@ __all__ = [
     "TensorFlowPlan",
     "Twin",
     "from_torch",
+    "load_weights",
     "optimizer_of",
     "require_keras",
+    "save_weights",
     "stream",
     "to_torch",
     "within",

@@ -1,7 +1,7 @@
 """A Keras model on the torch backend, as the torch module it is.
 
 On this backend every Keras layer is an `nn.Module` with parameters, so a model that cannot be carried over (a class
-whose ``call`` does what symbolic tensors do not allow) can be recorded and trained all the same. One thing is different:
+whose ``call`` does what symbolic tensors do not allow) can be recorded and trained all the same. One thing differs:
 Keras follows ``training=`` of a call, torch the mode of the module. `KerasModule` passes the one on as the other.
 """
 

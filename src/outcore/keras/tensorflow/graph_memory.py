@@ -2,7 +2,7 @@
 
 A traced function says what decides its memory: the operations, what each reads, and the size of every tensor.
 TensorFlow's executor runs an operation when its inputs are there, first come first served, and frees a tensor after its
-last reader. So the peak is found by doing just that, without running anything:
+last reader. So the peak is found by doing just that, without running anything, with one thread and with two:
 
 - an operation that only renames a tensor (identity, reshape) makes nothing new; reading a variable gives its buffer;
 - an elementwise operation writes over an input that nothing else will read, as TensorFlow's kernels do;
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ _IN_PLACE = {
     "SquaredDifference",
 }  # fmt: skip
 
+_WORKERS = (1, 2)
+"""Operations that run at once. TensorFlow has a thread per core, but few operations of a chain are ready together."""
 _COLUMNS = {"Conv2DBackpropFilter": 0, "Conv2DBackpropInput": 2}
 """Convolutions whose backward, in float64, unfolds at least one image into columns; the input that says its size."""
 
@@ -82,13 +84,16 @@ def graph_memory(graph: Any, standing: Sequence[int] = (), steps: int = 2) -> Gr
     """
     wanted = _reached(graph)
     run = _Run([op for op in graph.get_operations() if op in wanted], graph.outputs)
-    allocator = BestFitAllocator()
-    for size in standing:
-        allocator.take(size)
     found = GraphMemory(unknown=run.unknown)
-    for _ in range(steps):
-        run.replay(allocator, found)
-    found.peak_bytes = allocator.peak
+    for workers in _WORKERS:
+        allocator = BestFitAllocator()
+        for size in standing:
+            allocator.take(size)
+        at = ""
+        for _ in range(steps):
+            at = run.replay(allocator, workers) or at
+        if allocator.peak > found.peak_bytes:
+            found.peak_bytes, found.at = allocator.peak, at
     return found
 
 
@@ -97,7 +102,7 @@ class _Run:
 
     def __init__(self, order: list[Any], outputs: list[Any]) -> None:
         self.owner = buffers_of(order)
-        self.order = _as_executed(order)
+        self.order = order
         self.size: dict[Any, int] = {}
         self.unknown: list[str] = []
         for op in order:
@@ -119,32 +124,39 @@ class _Run:
     def _buffer(self, tensor: Any) -> Any:
         return self.owner.get(tensor.ref(), tensor.ref())
 
-    def replay(self, allocator: BestFitAllocator, found: GraphMemory) -> None:
-        """One run."""
-        readers, held, size = dict(self.readers), dict[Any, Any](), self.size
-        for op in self.order:
-            mine, taken = self.inputs[op], set[Any]()
-            made = [self.owner[t.ref()] for t in op.outputs] if op.type not in _ALIASES else []
-            most = allocator.peak
-            for ref in made:
-                same = next((r for r in mine - taken if readers[r] == 1 and r in held and size[r] == size[ref]), None)
-                if op.type in _IN_PLACE and same is not None:
-                    taken.add(same)
-                    held[ref] = held.pop(same)
-                else:
-                    held[ref] = allocator.take(size[ref])
-            allocator.give(allocator.take(self.scratch[op]))
+    def replay(self, allocator: BestFitAllocator, workers: int) -> str:
+        """One run by so many threads; the operation at a new peak, if there was one."""
+        readers, held, at = dict(self.readers), dict[Any, Any](), ""
+        for together in _as_executed(self.order, workers):
+            most, scratch = allocator.peak, []
+            for op in together:
+                self._allocate(op, readers, held, allocator)
+                scratch.append(allocator.take(self.scratch[op]))
             if allocator.peak > most:
-                found.at = f"{op.name} ({op.type})"
-            for ref in mine:
-                readers[ref] -= 1
-                if not readers[ref]:
-                    allocator.give(held.pop(ref, None))
-            for ref in made:
-                if not readers.get(ref):
-                    allocator.give(held.pop(ref, None))
+                at = f"{together[-1].name} ({together[-1].type})"
+            for op, chunk in zip(together, scratch, strict=True):
+                allocator.give(chunk)
+                for ref in self.inputs[op]:
+                    readers[ref] -= 1
+                    if not readers[ref]:
+                        allocator.give(held.pop(ref, None))
+                for tensor in op.outputs:
+                    if not readers.get(self.owner[tensor.ref()]):
+                        allocator.give(held.pop(self.owner[tensor.ref()], None))
         for ref in list(held):
             allocator.give(held.pop(ref))
+        return at
+
+    def _allocate(self, op: Any, readers: dict[Any, int], held: dict[Any, Any], allocator: BestFitAllocator) -> None:
+        """Memory for the outputs of an operation, or that of an input that nothing else will read."""
+        size, mine = self.size, set(self.inputs[op])
+        for ref in [self.owner[t.ref()] for t in op.outputs] if op.type not in _ALIASES else []:
+            same = next((r for r in mine if readers[r] == 1 and r in held and size[r] == size[ref]), None)
+            if op.type in _IN_PLACE and same is not None:
+                mine.discard(same)
+                held[ref] = held.pop(same)
+            else:
+                held[ref] = allocator.take(size[ref])
 
 
 def _scratch(op: Any) -> int:
@@ -172,8 +184,8 @@ def _reached(graph: Any) -> set[Any]:
     return seen
 
 
-def _as_executed(order: list[Any]) -> list[Any]:
-    """The operations first come, first served: each is queued when the last of its inputs has been made."""
+def _as_executed(order: list[Any], workers: int) -> Iterator[list[Any]]:
+    """The operations first come, first served, some at once: each is queued when the last of its inputs is made."""
     inside = set(order)
     waits: dict[Any, int] = {}
     followers: dict[Any, list[Any]] = {}
@@ -183,15 +195,14 @@ def _as_executed(order: list[Any]) -> list[Any]:
         for earlier in before:
             followers.setdefault(earlier, []).append(op)
     place = {op: number for number, op in enumerate(order)}
-    ready, done = deque(op for op in order if not waits[op]), []
+    ready = deque(op for op in order if not waits[op])
     while ready:
-        op = ready.popleft()
-        done.append(op)
-        for later in sorted(followers.get(op, ()), key=place.__getitem__):
+        together = [ready.popleft() for _ in range(min(workers, len(ready)))]
+        yield together
+        for later in sorted((f for op in together for f in followers.get(op, ())), key=place.__getitem__):
             waits[later] -= 1
             if not waits[later]:
                 ready.append(later)
-    return done
 
 
 def _inner_peak(op: Any) -> int:
