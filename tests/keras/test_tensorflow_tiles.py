@@ -41,7 +41,7 @@ def odd() -> Any:
     """Average pools at borders, dilation, depthwise and separable kernels, padding, cropping, transposed kernels."""
     given = keras.Input((None, None, 3))
     x = L.AveragePooling2D(3, strides=2, padding="same")(L.Conv2D(4, 3, dilation_rate=2, padding="same")(given))
-    x = L.DepthwiseConv2D(3, strides=2, padding="same")(L.ZeroPadding2D(((1, 2), (0, 3)))(x))
+    x = L.DepthwiseConv2D(3, strides=2, padding="same")(L.ZeroPadding2D(((1, 2), (0, 9)))(x))
     x = L.Conv2DTranspose(3, 3, strides=2, padding="same")(L.SeparableConv2D(4, 3, activation="elu")(x))
     x = L.Cropping2D(((1, 0), (2, 1)))(L.Conv2DTranspose(3, 4, strides=3)(x))
     return keras.Model(given, L.Dense(2)(L.LayerNormalization()(keras.ops.tanh(x) * 2.0)))

@@ -66,8 +66,12 @@ def _sliding(windows: Sequence[SlidingWindow], run: Callable[[Sequence[Any], Ste
         return (tuple(clip(w.reach(i), w.size) for w, i in zip(windows, out, strict=True)),)
 
     def around(out: Region) -> tuple[tuple[Interval, ...], None]:
-        reach = [w.reach(i) for w, i in zip(windows, out, strict=True)]
-        return tuple((max(0, -a), max(0, b - w.size)) for w, (a, b) in zip(windows, reach, strict=True)), None
+        pads = []
+        for window, wanted in zip(windows, out, strict=True):
+            a, b = window.reach(wanted)
+            low, high = clip((a, b), window.size)
+            pads.append((low - a, b - high))  # below zero where all that is wanted lies in the padding
+        return tuple(pads), None
 
     return Rule(needs, around, run)
 
@@ -80,7 +84,9 @@ def padded(ops: Any, x: Any, pads: Sequence[Interval], value: float | None = Non
     """A crop with padding around its pixels."""
     if not any(low or high for low, high in pads):
         return x
-    return ops.pad(x, [(0, 0), *pads, (0, 0)], constant_values=value)
+    x = ops.pad(x, [(0, 0), *((max(0, a), max(0, b)) for a, b in pads), (0, 0)], constant_values=value)
+    kept = (slice(max(0, -a), n - max(0, -b)) for (a, b), n in zip(pads, x.shape[1:-1], strict=True))
+    return x if all(a >= 0 and b >= 0 for a, b in pads) else x[(slice(None), *kept, slice(None))]
 
 
 def _convolution(keras: Any, layer: Any, shape: Shape) -> Rule | None:

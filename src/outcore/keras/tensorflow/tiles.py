@@ -136,7 +136,7 @@ class StreamedCall(SegmentedCall):
                 self.tiles_run += 1
                 tile = _tile(part, self.calls, number, sources, region)
                 crops = [_cut(x, r) for x, (_, r) in zip(pixels, tile.crops, strict=True)]
-                return self._function(tile, number, variables, training, None)(crops, numbers)
+                return self._function(part, tile, number, variables, training, None)(crops, numbers)
 
             def backward(gradient: Any) -> list[Any]:
                 sums: list[Any] = [None] * len(arguments)
@@ -145,7 +145,7 @@ class StreamedCall(SegmentedCall):
                     tile = _tile(part, self.calls, number, sources, region)
                     crops = [_cut(x, r) for x, (_, r) in zip(pixels, tile.crops, strict=True)]
                     flags = tuple(watched), tuple(trained)
-                    function = self._function(tile, number, variables, training, flags)
+                    function = self._function(part, tile, number, variables, training, flags)
                     for place, found in enumerate(function(crops, numbers, _cut(gradient, region))):
                         if found is None or found.shape.rank is None:
                             continue
@@ -160,14 +160,13 @@ class StreamedCall(SegmentedCall):
 
         return run(*images, *weights)
 
-    def _function(self, tile: _Tile, number: int, variables: list[Any], training: bool, flags: Any) -> Any:
+    def _function(self, part: _Part, tile: _Tile, number: int, variables: list[Any], training: bool, flags: Any) -> Any:
         """The function of tiles like this one, traced when it is first called."""
         key = tile.steps, tuple(tuple(b - a for a, b in r) for _, r in tile.crops), number, training, flags
         if key in self._functions:
             return self._functions[key]
         tf, keras = self.tf, self.keras
-        names, steps = [n for n, _ in tile.crops], tile.steps
-        rules = next(p for p in self._parts.values() if all(place in p.rules for place, _ in steps)).rules
+        names, steps, rules = [n for n, _ in tile.crops], tile.steps, part.rules
 
         def forward(crops: list[Any], numbers: list[Any]) -> Any:
             values = dict(zip(names, crops, strict=True))
