@@ -19,6 +19,19 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "reference"
 
+KERAS = (
+    "to_torch",
+    "write_back",
+    "from_torch",
+    "save_weights",
+    "load_weights",
+    "within",
+    "stream",
+    "TensorFlowPlan",
+    "Adam",
+    "AdamW",
+    "optimizer_of",
+)
 PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "outcore": (
         "outcore",
@@ -58,7 +71,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "run": ("outcore.run", ("Engine", "EngineSettings", "launch", "read_weights")),
     "fuse": ("outcore", ("fuse",)),
     "whatif": ("outcore.whatif", ("ask", "Answers", "Answer", "record", "RecordedStep", "Task", "SimulatedStep")),
-    "keras": ("outcore.keras", ("to_torch", "write_back", "from_torch")),
+    "keras": ("outcore.keras", KERAS),
     "scan": ("outcore.scan", ("RNN", "GRU", "LSTM", "convert", "Options")),
 }
 

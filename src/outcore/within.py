@@ -24,6 +24,8 @@ from outcore.compiled.auto import faster_of
 from outcore.compiled.install import is_compiled
 from outcore.cost.costs import Costs
 from outcore.errors import OutcoreError, PlanError
+from outcore.keras.installed import is_keras
+from outcore.keras.tensorflow import planned as tensorflow_plan
 from outcore.machine.units import parse_bytes
 from outcore.memory.param_offload.bucketed_step import in_parts
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
@@ -119,6 +121,8 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
+    if is_keras(model) and not isinstance(model, nn.Module):
+        return tensorflow_plan.within_options(dict(locals()))  # type: ignore[no-any-return]
     if compile == "auto":
         return faster_of(within, dict(locals()))
     release(model)
@@ -181,6 +185,8 @@ def release(model: nn.Module) -> nn.Module:
     >>> "forward" in net.__dict__
     False
     """
+    if is_keras(model) and not isinstance(model, nn.Module):
+        return tensorflow_plan.release(model)  # type: ignore[no-any-return]
     managed_forward = model.__dict__.get("forward")
     if isinstance(managed_forward, ManagedForward):
         del model.__dict__["forward"]
@@ -198,8 +204,10 @@ def release(model: nn.Module) -> nn.Module:
     return model
 
 
-def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep | CompiledPlan:
+def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep | CompiledPlan | tensorflow_plan.TensorFlowPlan:
     """What `within` has decided for a model: policies, tiles, or what compiled kernels save."""
+    if is_keras(model) and not isinstance(model, nn.Module):
+        return tensorflow_plan.memory_plan(model)
     managed_forward = model.__dict__.get("forward")
     if is_compiled(managed_forward):
         assert managed_forward.plan is not None

@@ -18,10 +18,14 @@ def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-def train(twin: Any, inputs: torch.Tensor, target: torch.Tensor, stages: Any, steps: int) -> dict[str, torch.Tensor]:
+def train(
+    twin: Any, inputs: torch.Tensor, target: torch.Tensor, stages: Any, steps: int, **how: Any
+) -> dict[str, torch.Tensor]:
     """The weights of this rank's stages after some steps."""
-    graph = outcore.capture(twin.train(), (inputs[: len(inputs) // 2],))
-    plan = outcore.Plan(graph.fingerprint, stages, micro_batches=2)
+    how = how or {"micro_batches": 2}
+    parts = how.get("micro_batches", 1) * how.get("batches", 1)
+    graph = outcore.capture(twin.train(), (inputs[: len(inputs) // parts],))
+    plan = outcore.Plan(graph.fingerprint, stages, **how)
     engine = outcore.Engine(twin, plan, loss=square, optimizer=sgd, example=inputs, device="cpu")
     for _ in range(steps):
         engine.step(inputs, target)

@@ -26,6 +26,7 @@ from outcore.keras.carried import Weight
 from outcore.keras.check import check_twin
 from outcore.keras.installed import is_keras, require_keras
 from outcore.keras.part import CONVERTERS, Part, Site
+from outcore.keras.symbolic import graph_of_call, graph_of_class
 from outcore.keras.twin import Constant, Fixed, Slot, Step, Twin, leaves, substitute
 
 __all__ = ["to_torch"]
@@ -111,6 +112,11 @@ class _Conversion:
             return Part(self.model(layer, site.path))
         family = re.match(r"keras\.src\.(layers|ops|applications)\.", type(layer).__module__)
         converter = CONVERTERS.get(f"{family[1]}.{type(layer).__name__}") if family else None
+        if converter is None and isinstance(layer, self.keras.layers.Layer) and not family:
+            _refuse_extras(layer, site)
+            if not site.kwargs:
+                graph = graph_of_call(self.keras, layer, site.args, site.path)
+                return Part(_GraphWalk(self, graph, site.path).run())
         if converter is None:
             site.refuse(_why_unknown(layer, self.keras), _what_to_do(layer))
         _refuse_extras(layer, site)
@@ -147,7 +153,8 @@ class _GraphWalk:
         self.count = 0
         self.slots: dict[tuple[int, bool], int] = {}
         """Number of a value, by the symbolic tensor and whether channels come first."""
-        self.names: dict[int, str] = {}
+        self.own: dict[str, Any] = {}
+        """Weights that operations take themselves, by their names in the twin."""
         inputs = {}
         for tensor in leaves(graph._inputs_struct):
             self.slots[id(tensor), False] = self._number()
@@ -213,6 +220,8 @@ class _GraphWalk:
         def value(item: Any) -> Any:
             if isinstance(item, self.conversion.keras.KerasTensor):
                 return Slot(self._slot(item, part.first))
+            if isinstance(item, self.conversion.keras.Variable):
+                return self._weight(item)
             return self._constant(item) if _is_array(item) else item
 
         args = substitute(node.arguments.args, value)
@@ -243,6 +252,24 @@ class _GraphWalk:
         self.twin.add_module(name, module if training is None else Fixed(module, bool(training)))
         return name
 
+    def _weight(self, variable: Any) -> Constant:
+        """A weight that an operation takes itself, in the ``call`` of a class."""
+        for name, known in self.own.items():
+            if known is variable:
+                return Constant(name)
+        name = module_name(variable.name)
+        while hasattr(self.twin, name):
+            name += "_"
+        dtype = getattr(torch, str(variable.dtype))
+        blank = torch.zeros(tuple(variable.shape), dtype=dtype, device="cpu")
+        if variable.trainable and dtype.is_floating_point:
+            self.twin.register_parameter(name, nn.Parameter(blank))
+        else:
+            self.twin.register_buffer(name, blank)
+        self.own[name] = variable
+        self.conversion.weights.append((self.twin, Weight(variable, name)))
+        return Constant(name)
+
     def _constant(self, array: Any) -> Constant:
         name = f"constant_{sum(1 for n in self.twin._buffers if n.startswith('constant_'))}"
         tensor = torch.from_numpy(np.array(self.conversion.keras.ops.convert_to_numpy(array)))
@@ -257,10 +284,7 @@ def graph_of(keras: Any, model: Any, path: str) -> Any:
             raise ModelError(f"{path} is not built; call {path}.build(input_shape) first, or begin it with keras.Input")
         return model._functional
     if not hasattr(model, "_nodes_by_depth"):
-        raise ModelError(
-            f"{path} ({type(model).__name__}) is written as a class, which keeps no graph; "
-            "build it as a functional model: keras.Model(inputs, outputs)"
-        )
+        return graph_of_class(keras, model, path)
     return model
 
 

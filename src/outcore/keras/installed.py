@@ -81,7 +81,10 @@ def is_keras_2(thing: Any) -> bool:
 
 
 def as_module(model: Any) -> Any:
-    """A Keras model as its twin; everything else as it is."""
+    """A Keras model as its twin; everything else as it is.
+
+    On the torch backend a built model that cannot be carried over is taken as the torch module that it is.
+    """
     if is_keras_2(model):
         raise ModelError(
             f"{type(model).__name__} is a model of Keras 2, which cannot be carried over; build it with Keras 3 "
@@ -91,7 +94,14 @@ def as_module(model: Any) -> Any:
         return model
     from outcore.keras.convert import to_torch
 
-    return to_torch(model)
+    try:
+        return to_torch(model)
+    except ModelError:
+        if not isinstance(model, torch.nn.Module) or not model.built:
+            raise
+    from outcore.keras.torch_backend import KerasModule
+
+    return KerasModule(model)
 
 
 @contextmanager

@@ -1,16 +1,23 @@
-"""Weights back from a twin into Keras."""
+"""Weights back from a twin into Keras, and to files under Keras' names.
+
+Files are ``.safetensors``, named by the paths that ``model.weights`` has and in Keras' shapes, or Keras' own
+``.weights.h5``. Neither can hold code; no pickle is read or written.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
+import torch
 
 from outcore.errors import ModelError
 from outcore.keras.installed import is_keras, require_keras
 from outcore.keras.twin import Twin
 
-__all__ = ["from_torch", "write_back"]
+__all__ = ["from_torch", "load_weights", "save_weights", "write_back"]
 
 
 def write_back(twin: Twin, model: Any) -> Any:
@@ -57,3 +64,59 @@ def from_torch(twin: Twin) -> Any:
         first = str(error).strip().splitlines()[0]
         raise ModelError(f"the model cannot be rebuilt ({first}); use write_back(twin, model)") from error
     return write_back(twin, model)
+
+
+def save_weights(twin: Twin, path: str | Path) -> Path:
+    """Write a twin's weights and statistics under Keras' names, as ``.safetensors`` or ``.weights.h5``.
+
+    ``model.load_weights`` reads the latter; `load_weights` reads the former, into a twin or a Keras model.
+    """
+    path = Path(path)
+    if path.name.endswith(".weights.h5"):
+        from_torch(twin).save_weights(path)
+        return path
+    if path.suffix != ".safetensors":
+        raise ModelError(f"{path.name} is neither .safetensors nor .weights.h5")
+    safetensors.numpy.save_file(_by_path(twin), path)
+    return path
+
+
+def load_weights(into: Any, path: str | Path) -> Any:
+    """Read weights that `save_weights` wrote as ``.safetensors`` into a twin or a Keras model; returns it.
+
+    Nothing is changed unless every weight is there in its shape.
+    """
+    arrays = safetensors.numpy.load_file(Path(path))
+    if isinstance(into, Twin):
+        wanted = {entry.path: entry.shape for entry in into.carried}
+    elif is_keras(into):
+        wanted = {str(v.path): tuple(int(n) for n in v.shape) for v in into.weights}
+    else:
+        raise ModelError(f"load_weights takes a twin or a Keras model; given was {type(into).__name__}")
+    for name, shape in wanted.items():
+        found = tuple(arrays[name].shape) if name in arrays else None
+        if found != shape:
+            raise ModelError(f"{name} is {shape} in the model; in {Path(path).name} it is {found or 'missing'}")
+    if not isinstance(into, Twin):
+        for variable in into.weights:
+            variable.assign(arrays[str(variable.path)])
+        return into
+    state = into.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for entry in into.carried:
+            state[entry.name].copy_(entry.to_torch(arrays[entry.path]))
+    return into
+
+
+def _by_path(twin: Twin) -> dict[str, np.ndarray[Any, Any]]:
+    """The weights in Keras' shapes, by Keras' paths."""
+    state = twin.state_dict(keep_vars=True)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for entry in twin.carried:
+        tensor = state[entry.name]
+        if entry.path not in arrays:
+            arrays[entry.path] = np.zeros(entry.shape, tensor.detach().cpu().numpy().dtype)
+        entry.into_keras(tensor, arrays[entry.path])
+    if len(arrays) != len({entry.index for entry in twin.carried}):
+        raise ModelError("two weights of the model have one path; name its layers apart")
+    return arrays

@@ -1,0 +1,101 @@
+"""The graph of a model or layer that is written as a class.
+
+A class with a ``call`` of its own keeps no graph. But its ``call`` can be run on Keras' symbolic tensors: every layer
+and every operation of `keras.ops` in it then notes a node, and the nodes are the graph of a functional model over the
+same layers and weights. What ``call`` does beside that is not in the graph, so it is run twice, in training and
+without being told, and both graphs have to be alike, constants included: a branch on ``training``, and a number that is
+drawn in between, show up as a difference. What cannot be run on symbolic tensors (functions of TensorFlow or torch, a
+branch on a value) raises, and is refused with the class's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from outcore.errors import ModelError
+from outcore.keras.twin import leaves, substitute
+
+__all__ = ["graph_of_call", "graph_of_class"]
+
+_ADVICE = (
+    "write it with layers and keras.ops alone, build it as a functional model, keras.Model(inputs, outputs), or set "
+    "KERAS_BACKEND=torch and give the model itself to outcore, which records any torch module"
+)
+
+
+def graph_of_class(keras: Any, model: Any, path: str, training: bool | None = None) -> Any:
+    """A functional model over the layers of a built model that is a class of its own."""
+    shapes = getattr(model, "_build_shapes_dict", None)
+    if not model.built or not shapes:
+        raise ModelError(f"{path} ({type(model).__name__}) is not built; call it once on a batch")
+    if len(shapes) != 1:
+        _refuse(model, path, f"its call takes {len(shapes)} inputs one by one", "take one list of inputs")
+    words = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
+    dtype = "int32" if words else model.input_dtype
+    given = _inputs(keras, next(iter(shapes.values())), dtype)
+    return graph_of_call(keras, model, (given,), path, training)
+
+
+def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str, training: bool | None = None) -> Any:
+    """A functional model of what a layer's ``call`` does with inputs like the given symbolic ones."""
+
+    def fresh(tensor: Any) -> Any:
+        return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=tensor.dtype)
+
+    if any(not isinstance(x, keras.KerasTensor) for x in leaves(args)):
+        _refuse(layer, path, "it is called with something that is no tensor")
+    made = []
+    for mode in (training, True if training is None else None):
+        symbolic = substitute(args, fresh)
+        how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
+        try:
+            outputs = type(layer).call(layer, *symbolic, **how)
+            inputs = symbolic[0] if len(symbolic) == 1 else list(leaves(symbolic))
+            made.append(keras.src.models.functional.Functional(inputs, outputs, name=layer.name))
+        except Exception as error:  # whatever the user's code does with a symbolic tensor
+            _refuse(layer, path, f"its call does not run on symbolic tensors ({str(error).strip().splitlines()[0]})")
+    if list(_facts(keras, made[0])) != list(_facts(keras, made[1])):
+        _refuse(
+            layer, path, "its call does something else from call to call: it branches on training, or draws numbers"
+        )
+    return made[0]
+
+
+def _inputs(keras: Any, shape: Any, dtype: str) -> Any:
+    """Symbolic inputs for a structure of shapes."""
+    if isinstance(shape, dict):
+        return {name: _inputs(keras, one, dtype) for name, one in shape.items()}
+    if shape and isinstance(shape[0], (list, tuple)):
+        return [_inputs(keras, one, dtype) for one in shape]
+    return keras.Input(batch_shape=(None, *shape[1:]), dtype=dtype)
+
+
+def _facts(keras: Any, graph: Any) -> Iterator[Any]:
+    """What two graphs of one call have to have in common."""
+    number: dict[int, int] = {}
+    for tensor in graph.inputs:
+        number[id(tensor)] = len(number)
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            if node.is_input:
+                continue
+            own = isinstance(node.operation, keras.layers.Layer)
+            yield id(node.operation) if own else type(node.operation).__name__
+            for item in leaves(
+                (node.arguments.args, {k: v for k, v in node.arguments.kwargs.items() if k != "training"})
+            ):
+                if isinstance(item, keras.KerasTensor):
+                    yield number.setdefault(id(item), len(number))
+                elif hasattr(item, "shape") and not isinstance(item, keras.Variable):
+                    yield np.asarray(keras.ops.convert_to_numpy(item)).tobytes()
+                else:
+                    yield id(item) if isinstance(item, keras.Variable) else repr(item)
+            for tensor in node.outputs:
+                number[id(tensor)] = number.get(id(tensor), len(number))
+
+
+def _refuse(layer: Any, path: str, why: str, do: str = _ADVICE) -> Any:
+    raise ModelError(f"{path} ({type(layer).__name__}) is a class of its own, and {why}; {do}")

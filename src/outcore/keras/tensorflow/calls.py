@@ -1,0 +1,164 @@
+"""The calls of a Keras model, one after the other.
+
+A functional model keeps its graph as nodes, and runs them by depth. Here the same nodes, in the same order, are a list
+of calls over numbered values, with the calls of nested models in their place: a plan can then cut anywhere in the list,
+also inside a backbone that the model wraps. Running the list calls the model's own layers, as Keras does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from outcore.errors import ModelError
+from outcore.keras.symbolic import graph_of_class
+from outcore.keras.twin import Slot, leaves, substitute
+
+__all__ = ["Call", "Calls", "functional_of", "list_calls", "run_call", "traced_functional"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer or operation, called with numbered values."""
+
+    path: str
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    training: Any = None
+    """How the nested model around it is called, for where the outer model is not told."""
+    fixed: bool = False
+    """Whether it is called so in any case: the ``call`` of a class says it. A functional model overrides it."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values it takes, each once."""
+        return tuple(dict.fromkeys(x.number for x in leaves((self.args, self.kwargs)) if isinstance(x, Slot)))
+
+    @property
+    def variables(self) -> list[Any]:
+        """Keras' variables of the layer: weights, statistics, seeds."""
+        given = [x for x in leaves((self.args, self.kwargs)) if hasattr(x, "regularizer")]
+        return [*getattr(self.operation, "variables", ()), *given]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A model as a list of calls."""
+
+    calls: tuple[Call, ...]
+    inputs: tuple[int, ...]
+    result: Any
+    """The structure of the outputs, with numbered values in it."""
+
+    @property
+    def outputs(self) -> set[int]:
+        """The values that the model returns."""
+        return {slot.number for slot in leaves(self.result)}
+
+    def last_uses(self) -> dict[int, int]:
+        """The number of the last call that takes a value; returned values are taken after the last."""
+        last = {number: place for place, call in enumerate(self.calls) for number in (*call.outputs, *call.inputs)}
+        return last | dict.fromkeys(self.outputs, len(self.calls))
+
+
+def functional_of(keras: Any, model: Any) -> Any:
+    """The functional model inside a model, or none if it has a ``call`` of its own.
+
+    At the top of a model, `traced_functional` finds one for a class too.
+    """
+    functional = keras.src.models.functional.Functional
+    if isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call:
+        return model._functional
+    return model if isinstance(model, functional) and type(model).call is functional.call else None
+
+
+def traced_functional(keras: Any, model: Any) -> Any:
+    """The functional model inside a model, or one that is made by calling its class on symbolic tensors."""
+    found = functional_of(keras, model)
+    if found is None and not isinstance(model, keras.Sequential):
+        found = graph_of_class(keras, model, model.name, training=True)
+    return found
+
+
+def list_calls(keras: Any, model: Any, functional: Any = None) -> Calls:
+    """The calls of a model.
+
+    Raises:
+        ModelError: the model keeps no graph, and none can be traced.
+    """
+    functional = functional if functional is not None else traced_functional(keras, model)
+    if functional is None:
+        raise ModelError(f"{model.name} is not built; call it once on a batch")
+    listing = _Listing(keras, functional_of(keras, model) is None)
+    slots = [listing.new() for _ in functional.inputs]
+    result = listing.walk(functional, slots, model.name, None)
+    return Calls(tuple(listing.calls), tuple(slots), substitute(result, Slot))
+
+
+class _Listing:
+    def __init__(self, keras: Any, traced: bool) -> None:
+        self.keras, self.calls, self.count, self.traced = keras, list[Call](), 0, traced
+
+    def new(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def walk(self, graph: Any, inputs: Iterable[int], path: str, training: Any) -> Any:
+        """Append the calls of a graph; the numbers of its outputs, in their structure."""
+        numbers = {id(tensor): number for tensor, number in zip(graph.inputs, inputs, strict=True)}
+        for depth in sorted(graph._nodes_by_depth, reverse=True):
+            for node in graph._nodes_by_depth[depth]:
+                if node.is_input or any(id(tensor) not in numbers for tensor in node.arguments.keras_tensors):
+                    continue
+                self._node(node, numbers, path, training)
+        return substitute(graph._outputs_struct, lambda tensor: numbers[id(tensor)])
+
+    def _node(self, node: Any, numbers: dict[int, int], path: str, training: Any) -> None:
+        operation, path = node.operation, f"{path}/{node.operation.name}"
+        inner = self._inlined(node)
+        own = training if training is not None else node.arguments.kwargs.get("training")
+        if inner is not None:
+            given = [numbers[id(tensor)] for tensor in leaves(node.arguments.args[0])]
+            made = self.walk(inner, given, path, own)
+            for tensor, number in zip(node.outputs, leaves(made), strict=True):
+                numbers[id(tensor)] = number
+            return
+
+        def value(item: Any) -> Any:
+            return Slot(numbers[id(item)]) if isinstance(item, self.keras.KerasTensor) else item
+
+        args, kwargs = substitute(node.arguments.args, value), substitute(node.arguments.kwargs, value)
+        for tensor in node.outputs:
+            numbers[id(tensor)] = self.new()
+        outputs = tuple(numbers[id(tensor)] for tensor in node.outputs)
+        self.calls.append(Call(path, operation, args, kwargs, outputs, own, self.traced and own is not None))
+
+    def _inlined(self, node: Any) -> Any:
+        """The graph of a nested model whose inputs arrive as it declares them; of anything else none."""
+        inner = functional_of(self.keras, node.operation)
+        arguments = node.arguments
+        if inner is None or len(arguments.args) != 1 or set(arguments.kwargs) - {"training"}:
+            return None
+        given = list(leaves(arguments.args[0]))
+        if any(not isinstance(tensor, self.keras.KerasTensor) for tensor in given) or len(given) != len(inner.inputs):
+            return None
+        alike = all(
+            len(a.shape) == len(b.shape) and a.dtype == b.dtype and not a.sparse
+            for a, b in zip(given, inner.inputs, strict=True)
+        )
+        ordered = not isinstance(arguments.args[0], dict) and not isinstance(inner._inputs_struct, dict)
+        return inner if alike and ordered else None
+
+
+def run_call(call: Call, values: dict[int, Any], training: Any) -> None:
+    """Call a layer as Keras' functional model does, and note its outputs."""
+    kwargs = substitute(call.kwargs, lambda x: values[x.number] if isinstance(x, Slot) else x)
+    mode = training if training is not None and not call.fixed else call.training
+    if mode is not None and "training" in getattr(call.operation, "_call_context_args", ()):
+        kwargs["training"] = mode
+    made = call.operation(*substitute(call.args, lambda x: values[x.number] if isinstance(x, Slot) else x), **kwargs)
+    for number, tensor in zip(call.outputs, leaves(made), strict=True):
+        values[number] = tensor

@@ -1,0 +1,173 @@
+"""Which segments of a Keras model to run again, so that a step on TensorFlow fits a budget.
+
+The unit of choice on torch is a saved value; on TensorFlow it is a segment of calls, because a custom gradient takes a
+function. So the search is over segments:
+
+1. For some sizes, the list of calls is cut greedily so that what gradients need inside a segment is at most that size,
+   at the place where the fewest bytes cross (Chen et al., 2016).
+2. Of each such cut, segments are recomputed one after the other, the most bytes freed for the least work first, until
+   the estimate fits: what stays over the turn from forward to backward, and what each segment holds while it is run
+   again.
+3. The cheapest is traced, and its peak read off TensorFlow's graph of it (`graph_memory`). If that is above the budget,
+   the estimate was too low by so much, and the next is tried with this known.
+
+What no plan can lower is refused with the smallest peak that was found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from outcore.keras.tensorflow.calls import Calls
+from outcore.keras.tensorflow.segments import Segment
+from outcore.keras.tensorflow.traced import StepFacts
+
+__all__ = ["Choice", "choose"]
+
+_SIZES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Into how many segments, about, the saved bytes are cut."""
+_TRIES = 7
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Segments, the share of the forward's work that is done again, and the predicted peak."""
+
+    segments: tuple[Segment, ...]
+    work: float
+    peak_bytes: int
+
+
+class _Estimate:
+    """What segments hold, from the facts of the plain step."""
+
+    def __init__(self, calls: Calls, facts: StepFacts) -> None:
+        self.calls, self.facts = calls, facts
+        self.last = calls.last_uses()
+        self.saved_bytes = [sum(call.saved.values()) for call in facts.calls]
+        self.total_work = sum(call.work for call in facts.calls) or 1.0
+        self.saved_by_anyone = {ref for call in facts.calls for ref in call.saved}
+
+    def crossing(self, place: int) -> int:
+        """Bytes of the values made before a place and used after it."""
+        made = {self.facts.buffer.get(n) for call in self.calls.calls[:place] for n in call.outputs
+                if self.last[n] >= place}  # fmt: skip
+        return sum(self.facts.bytes.get(ref, 0) for ref in made)
+
+    def inputs(self, segment: Segment) -> set[object]:
+        """The buffers of the values that a segment takes."""
+        part = self.calls.calls[segment.start : segment.stop]
+        made = {n for call in part for n in call.outputs}
+        given = {n for call in part for n in call.inputs} - made - set(self.calls.inputs)
+        return {self.facts.buffer[n] for n in given if n in self.facts.buffer}
+
+    def internals(self, segment: Segment) -> set[object]:
+        """The buffers that gradients inside a segment read and the segment makes."""
+        return {ref for call in self.facts.calls[segment.start : segment.stop] for ref in call.saved}
+
+    def peak(self, segments: tuple[Segment, ...]) -> int:
+        """The most that is held at any segment's forward or backward."""
+        size, kept, most = self.facts.bytes, set[object](), 0
+        for place, segment in enumerate(segments):
+            largest = max(call.largest_bytes for call in self.facts.calls[segment.start : segment.stop])
+            inside = self.internals(segment)
+            if segment.recompute:
+                kept |= self.inputs(segment)
+                outputs = {
+                    self.facts.buffer.get(n)
+                    for call in self.calls.calls[segment.start : segment.stop]
+                    for n in call.outputs
+                    if self.last[n] >= segment.stop
+                }
+                later = segments[place + 1] if place + 1 < len(segments) else None
+                if later is not None and not later.recompute:
+                    kept |= outputs & self.saved_by_anyone
+            else:
+                kept |= inside
+            now = sum(size.get(ref, 0) for ref in kept | inside)
+            most = max(most, now + 2 * largest)
+        return most
+
+
+def _cuts(estimate: _Estimate, limit_bytes: float) -> list[int]:
+    """Places to cut so that segments save at most so much, each where little crosses."""
+    saved, places, start, n = estimate.saved_bytes, [0], 0, len(estimate.saved_bytes)
+    while start < n:
+        held, stop = 0, start
+        while stop < n and (held + saved[stop] <= limit_bytes or stop == start):
+            held += saved[stop]
+            stop += 1
+        if stop < n:
+            least = start + max(1, (stop - start) // 2)
+            stop = min(range(least, stop + 1), key=lambda place: (estimate.crossing(place), -place))
+        places.append(stop)
+        start = stop
+    return places
+
+
+def _candidates(estimate: _Estimate, budget_bytes: float) -> Iterator[tuple[float, int, tuple[Segment, ...]]]:
+    """Work, estimated peak and segments, for every size of segments: what fits, or the smallest."""
+    facts, total = estimate.facts, sum(estimate.saved_bytes)
+    for number in _SIZES:
+        places = _cuts(estimate, total / number)
+        segments = tuple(Segment(a, b) for a, b in itertools.pairwise(places))
+        work, done = 0.0, set[int]()
+        peak = estimate.peak(segments)
+        while peak > budget_bytes:
+            best = None
+            for place, segment in enumerate(segments):
+                if place in done or not all(call.pure for call in facts.calls[segment.start : segment.stop]):
+                    continue
+                size = sum(facts.bytes.get(ref, 0) for ref in estimate.internals(segment) - estimate.inputs(segment))
+                cost = sum(call.work for call in facts.calls[segment.start : segment.stop])
+                score = size / (cost + 1e-9 * estimate.total_work)
+                if best is None or score > best[0]:
+                    best = score, place, cost
+            if best is None:
+                break
+            done.add(best[1])
+            segments = tuple(
+                Segment(s.start, s.stop, s.recompute or place == best[1]) for place, s in enumerate(segments)
+            )
+            work += best[2]
+            peak = estimate.peak(segments)
+        yield work / estimate.total_work, peak, segments
+
+
+def choose(
+    calls: Calls,
+    facts: StepFacts,
+    budget_bytes: int | None,
+    standing_bytes: int,
+    traced_peak: Callable[[tuple[Segment, ...]], int],
+) -> tuple[Choice | None, Choice]:
+    """The cheapest segments that fit, or none; and those with the smallest peak that was found.
+
+    Args:
+        calls: of the model.
+        facts: of its plain step.
+        budget_bytes: none for whatever it takes.
+        standing_bytes: what is there throughout: variables, inputs.
+        traced_peak: the peak of a step by segments, from its graph.
+    """
+    plain = Choice((Segment(0, len(calls.calls)),), 0.0, facts.memory.peak_bytes)
+    if budget_bytes is None or plain.peak_bytes <= budget_bytes:
+        return plain, plain
+    estimate = _Estimate(calls, facts)
+    aim, smallest, tried = float(budget_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
+    for _ in range(_TRIES):
+        found = sorted(_candidates(estimate, aim), key=lambda c: (c[1] > aim, c[0] if c[1] <= aim else c[1]))
+        fresh = [c for c in found if c[2] not in tried]
+        if not fresh:
+            break
+        work, guess, segments = fresh[0]
+        peak = traced_peak(segments)
+        tried[segments] = peak
+        if peak < smallest.peak_bytes:
+            smallest = Choice(segments, work, peak)
+        if peak <= budget_bytes:
+            return Choice(segments, work, peak), smallest
+        aim = min(aim, guess) * max(0.5, min(0.95, (budget_bytes - standing_bytes) / (peak - standing_bytes)))
+    return None, smallest

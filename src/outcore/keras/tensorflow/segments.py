@@ -1,0 +1,202 @@
+"""Segments of a Keras model whose inner values TensorFlow does not keep.
+
+The calls of a model are cut into segments. What a *recomputed* segment makes inside is dropped after forward; backward
+runs the segment again from its inputs, and differentiates that run. `tf.recompute_grad` does the same for a function
+without state. A Keras layer has state: a second run would update batch normalization twice and draw other dropout
+masks. So a segment runs as a pure function, in Keras' `StatelessScope`: weights, statistics and seeds are arguments,
+new statistics and seeds are results, which are assigned once, after the first run. The second run has the same
+arguments, so it gives the same values bit for bit.
+
+In a graph the second run must wait for the gradient of the segment's output. Its arguments pass an identity that has
+this gradient as a control input; that also keeps the graph's optimizer from merging both runs.
+
+Masks that Keras attaches to tensors are carried in and out beside them. What is not a dense tensor, and layers that add
+losses of their own, stay in segments that are kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outcore.keras.tensorflow.calls import Calls, run_call
+from outcore.keras.twin import Slot, substitute
+
+__all__ = ["Segment", "SegmentedCall", "run_segments"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The calls from `start` up to `stop`; run again in backward, or kept as TensorFlow keeps them."""
+
+    start: int
+    stop: int
+    recompute: bool = False
+
+
+class _Boundary:
+    """What a segment takes from before and gives to what comes after, worked out once."""
+
+    def __init__(self, calls: Calls, segment: Segment, last: dict[int, int]) -> None:
+        part = calls.calls[segment.start : segment.stop]
+        made = {number for call in part for number in call.outputs}
+        self.part = part
+        self.inputs = tuple(dict.fromkeys(n for call in part for n in call.inputs if n not in made))
+        self.outputs = tuple(n for call in part for n in call.outputs if last[n] >= segment.stop)
+        self.dead = tuple(n for n in (*self.inputs, *self.outputs) if last[n] < segment.stop)
+        unique = {id(v): v for call in part for v in call.variables}
+        self.trainable = [v for v in unique.values() if v.trainable]
+        self.state = [v for v in unique.values() if not v.trainable]
+
+
+class SegmentedCall:
+    """The ``call`` of a Keras model that runs by segments; takes its place on the instance."""
+
+    def __init__(
+        self, keras: Any, functional: Any, calls: Calls, segments: Sequence[Segment], model: Any = None
+    ) -> None:
+        self.model = functional if model is None else model
+        self.keras, self.functional, self.calls, self.segments = keras, functional, calls, tuple(segments)
+        self.tf = importlib.import_module("tensorflow")
+        self._record = importlib.import_module("tensorflow.python.eager.record")
+        self._last = calls.last_uses()
+        self._boundaries: dict[Any, _Boundary] = {}
+        self.plan: Any = None
+        self._done: list[Any] = []
+        """The gradients of the segment that was differentiated last, in the graph that is being traced."""
+
+    def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
+        """Keras' own, by segments; what it is told beside that goes to Keras."""
+        if self.model is not self.functional and not isinstance(self.model, self.keras.Sequential):
+            training = training if training is not None else self._context_training()
+            if not training or mask is not None or kwargs:  # a class, of which training was traced
+                told = kwargs | {k: v for k, v in (("training", training), ("mask", mask)) if v is not None}
+                own = {k: v for k, v in told.items() if k in self.model._call_signature.parameters}
+                return type(self.model).call(self.model, inputs, **own)
+        if kwargs:
+            return self.functional.call(inputs, training=training, mask=mask, **kwargs)
+        given = self.functional._standardize_inputs(inputs)
+        if mask is not None:
+            for x, m in zip(given, self.keras.tree.flatten(mask), strict=True):
+                if m is not None:
+                    self.keras.src.backend.set_keras_mask(x, m)
+        values = dict(zip(self.calls.inputs, given, strict=True))
+        del given, inputs
+        run_segments(self, values, training)
+        made = substitute(self.calls.result, lambda x: values[x.number] if isinstance(x, Slot) else x)
+        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
+
+    def _context_training(self) -> Any:
+        """Whether the call that this one is part of trains."""
+        context = self.model._get_call_context()
+        return context.get_value("training") if hasattr(context, "get_value") else getattr(context, "training", None)
+
+    def boundary(self, segment: Segment) -> _Boundary:
+        """The boundary of a segment under the variables that are trainable now."""
+        part = self.calls.calls[segment.start : segment.stop]
+        key = segment.start, segment.stop, tuple(v.trainable for call in part for v in call.variables)
+        if key not in self._boundaries:
+            self._boundaries[key] = _Boundary(self.calls, segment, self._last)
+        return self._boundaries[key]
+
+    def run_again(self, boundary: _Boundary, values: dict[int, Any], training: Any) -> None:
+        """Run a segment so that backward runs it again."""
+        tf, backend = self.tf, self.keras.src.backend
+        numbers = boundary.inputs
+        masks = [backend.get_keras_mask(values[n]) for n in numbers]
+        masked = [n for n, m in zip(numbers, masks, strict=True) if m is not None]
+        with backend.AutocastScope(None):
+            state = [tf.convert_to_tensor(v.value) for v in boundary.state]
+            weights = [tf.convert_to_tensor(v.value) for v in boundary.trainable]
+        flat = [*(values[n] for n in numbers), *(m for m in masks if m is not None), *state, *weights]
+        variables = [*boundary.state, *boundary.trainable]
+        after: dict[str, Any] = {}
+
+        def pure(arguments: Sequence[Any]) -> list[Any]:
+            """The segment as a function of all that it reads."""
+            inner = dict(zip(numbers, arguments, strict=False))
+            for number, m in zip(masked, arguments[len(numbers) :], strict=False):
+                backend.set_keras_mask(inner[number], m)
+            given = arguments[len(numbers) + len(masked) :]
+            mapping = list(zip(variables, given, strict=True))
+            with self.keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+                for call in boundary.part:
+                    run_call(call, inner, training)
+                new = [(v, scope.get_current_value(v)) for v in boundary.state]
+            out_masks = [(n, backend.get_keras_mask(inner[n])) for n in boundary.outputs]
+            before = {id(v): t for v, t in mapping}
+            updated = [(v, t) for v, t in new if t is not before[id(v)]]
+            after["masks"] = [n for n, m in out_masks if m is not None]
+            after["updated"] = [v for v, _ in updated]
+            tensors = [inner[n] for n in boundary.outputs]
+            return [*tensors, *(m for _, m in out_masks if m is not None), *(t for _, t in updated)]
+
+        found = recomputed(tf, self._record, pure, flat, len(flat) - len(weights) - len(state), len(state), self._done)
+        outputs = dict(zip(boundary.outputs, found, strict=False))
+        for number, m in zip(after["masks"], found[len(outputs) :], strict=False):
+            backend.set_keras_mask(outputs[number], m)
+        for variable, new_value in zip(after["updated"], found[len(outputs) + len(after["masks"]) :], strict=True):
+            variable.assign(new_value)
+        values.update(outputs)
+
+
+def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, state: int, done: list[Any]) -> list[Any]:
+    """The results of a pure function, whose gradient runs it again.
+
+    Args:
+        tf: TensorFlow.
+        record: its module that knows what tapes watch.
+        pure: from a list of tensors to a list of tensors.
+        flat: its arguments.
+        data: so many of them are values and masks.
+        state: so many after these have no gradient.
+        done: the gradients that were made last; in a graph the second run waits for them, so that what the segment
+            behind this one holds is freed first.
+    """
+    floating = [t.dtype.is_floating and not data <= place < data + state for place, t in enumerate(flat)]
+    watched = [bool(record.should_record_backprop([t])) for t in flat]
+    wanted = [a and b for a, b in zip(floating, watched, strict=True)] if any(watched) else floating
+
+    @tf.custom_gradient
+    def run(*arguments: Any) -> Any:
+        results = pure(arguments)
+
+        def backward(*gradients: Any) -> list[Any]:
+            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+            earlier = [t for t in done if t.graph is graph] if graph is not None else []
+            with tf.control_dependencies([*(g for g in gradients if g is not None), *earlier]):
+                again = [tf.identity(t) for t in arguments]
+            sources = [t for t, want in zip(again, wanted, strict=True) if want]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(sources)
+                anew = pure(again)
+            pairs = [(t, g) for t, g in zip(anew, gradients, strict=True) if g is not None and t.dtype.is_floating]
+            found = tape.gradient([t for t, _ in pairs], sources, [g for _, g in pairs])
+            done[:] = [tf.convert_to_tensor(g) for g in found if g is not None] if graph is not None else []
+            rest = iter(found)
+            return [next(rest) if want else None for want in wanted]
+
+        return results, backward
+
+    found = run(*flat)
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def run_segments(call: SegmentedCall, values: dict[int, Any], training: Any) -> None:
+    """Run all segments over numbered values, dropping each value after its last use."""
+    tf, last = call.tf, call._last
+    for segment in call.segments:
+        boundary = call.boundary(segment)
+        dense = all(isinstance(values[n], tf.Tensor) for n in boundary.inputs)
+        if segment.recompute and training and dense:
+            call.run_again(boundary, values, training)
+        else:
+            for place, one in enumerate(boundary.part, segment.start):
+                run_call(one, values, training)
+                for number in {*one.inputs, *one.outputs}:
+                    if last[number] <= place:
+                        del values[number]
+        for number in [n for n in values if last.get(n, -1) < segment.stop]:
+            del values[number]

@@ -1,0 +1,137 @@
+"""A training step of a Keras model as TensorFlow traces it, without running it.
+
+Forward, a loss and all gradients are traced as one graph for inputs of given shapes; nothing is computed, and no
+variable changes. Which operations belong to which call is noted while tracing. From the plain step's graph come the
+facts that a plan is made from: the buffers that each call makes and the gradients read, and an estimate of each call's
+work. From the graph of a planned step comes its predicted peak.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outcore.keras.tensorflow.calls import Calls, run_call
+from outcore.keras.tensorflow.graph_memory import GraphMemory, buffers_of, graph_memory, tensor_bytes
+from outcore.keras.tensorflow.segments import SegmentedCall
+from outcore.keras.twin import leaves
+
+__all__ = ["CallFacts", "StepFacts", "step_facts", "trace_planned"]
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """What one call makes."""
+
+    saved: dict[Any, int]
+    """Buffers that it makes and gradients read, with their sizes."""
+    largest_bytes: int
+    """The largest tensor that it makes."""
+    work: float
+    """Multiplications and bytes moved, as a number to compare calls by."""
+    pure: bool
+    """Whether it can be run again: it adds no losses, and TensorFlow knows the gradient of a second run."""
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A plain step: its calls, the buffer and size of every value, and its peak."""
+
+    calls: tuple[CallFacts, ...]
+    buffer: dict[int, Any]
+    """The buffer of a value, by its number."""
+    bytes: dict[Any, int]
+    memory: GraphMemory
+
+
+def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
+    """The graph of forward, the mean square of the outputs and its gradients."""
+    tf = importlib.import_module("tensorflow")
+    variables = [v.value for v in model.trainable_variables]
+
+    def step(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = [x for x in leaves(forward(list(given))) if isinstance(x, tf.Tensor)]
+            loss = tf.add_n([tf.reduce_mean(tf.square(tf.cast(x, tf.float32))) for x in outputs if x.dtype.is_floating])
+        return tape.gradient(loss, variables)
+
+    try:
+        return tf.function(step, autograph=False).get_concrete_function(*specs).graph
+    finally:
+        model._clear_losses()
+
+
+def trace_planned(
+    keras: Any, model: Any, specs: Sequence[Any], planned: SegmentedCall, standing: Sequence[int] = ()
+) -> GraphMemory:
+    """The peak of a step by segments."""
+
+    def forward(given: list[Any]) -> Any:
+        return planned(given if len(given) > 1 else given[0], training=True)
+
+    return graph_memory(_trace(keras, model, specs, forward), standing)
+
+
+def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, standing: Sequence[int] = ()) -> StepFacts:
+    """Trace a plain step, call by call."""
+    tf = importlib.import_module("tensorflow")
+    values: dict[int, Any] = {}
+    marks: list[tuple[int, int]] = []
+    losses: list[int] = []
+
+    def count() -> int:
+        return len(tf.compat.v1.get_default_graph().get_operations())
+
+    def forward(given: list[Any]) -> list[Any]:
+        values.update(zip(calls.inputs, given, strict=True))
+        for call in calls.calls:
+            before = count()
+            run_call(call, values, True)
+            marks.append((before, count()))
+            losses.append(len(getattr(call.operation, "_losses", ())))
+        return [values[n] for n in sorted(calls.outputs)]
+
+    graph = _trace(keras, model, specs, forward)
+    operations = graph.get_operations()
+    owner = buffers_of(operations)
+    end = marks[-1][1] if marks else 0
+    read = {owner.get(t.ref(), t.ref()) for op in operations[end:] for t in op.inputs}
+    sizes: dict[Any, int] = {}
+    facts = []
+    for (before, after), added, call in zip(marks, losses, calls.calls, strict=True):
+        made = [t for op in operations[before:after] for t in op.outputs if _own(op)]
+        for tensor in made:
+            sizes[owner[tensor.ref()]] = tensor_bytes(tensor) or 0
+        saved = {owner[t.ref()]: sizes[owner[t.ref()]] for t in made if owner[t.ref()] in read}
+        work = sum(_work(op) for op in operations[before:after])
+        pure = not added and all(isinstance(values[n], tf.Tensor) for n in call.outputs)
+        facts.append(CallFacts(saved, max([tensor_bytes(t) or 0 for t in made], default=0), work, pure))
+    buffer = {}
+    for number, tensor in values.items():
+        if isinstance(tensor, tf.Tensor):
+            ref = owner.get(tensor.ref(), tensor.ref())
+            buffer[number] = ref
+            sizes.setdefault(ref, tensor_bytes(tensor) or 0)
+    return StepFacts(tuple(facts), buffer, sizes, graph_memory(graph, standing))
+
+
+def _own(op: Any) -> bool:
+    """Whether an operation makes memory of its own."""
+    return op.type not in ("ReadVariableOp", "Const", "Placeholder", "VarHandleOp")
+
+
+def _work(op: Any) -> float:
+    """Multiplications of convolutions and products, and the bytes that everything writes."""
+    moved = float(sum(tensor_bytes(t) or 0 for t in op.outputs)) if _own(op) else 0.0
+    if not op.outputs or not op.outputs[0].shape.is_fully_defined():
+        return moved
+    out = math.prod(op.outputs[0].shape)
+    if op.type.startswith(("Conv", "Depthwise")) and len(op.inputs) > 1 and op.inputs[1].shape.is_fully_defined():
+        kernel = op.inputs[1].shape
+        return moved + out * math.prod(kernel) / max(1, kernel[-1] * (kernel[-2] if "Depthwise" in op.type else 1))
+    if "MatMul" in op.type and op.inputs[0].shape.rank:
+        return moved + out * float(op.inputs[0].shape[-1] or 1)
+    return moved

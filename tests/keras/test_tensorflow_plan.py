@@ -1,0 +1,171 @@
+"""Keras models on TensorFlow within a budget: the weights of plain training, and the peak that was predicted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import outcore
+import outcore.keras
+from outcore.errors import ModelError, OutcoreError, PlanError
+from outcore.keras.tensorflow.calls import functional_of, list_calls
+from outcore.keras.tensorflow.segments import Segment, SegmentedCall
+from tests.keras.oracle import keras, tf
+from tests.keras.random_models import random_model
+from tests.keras.test_convert import residual_class
+
+L = keras.layers
+
+
+def network() -> Any:
+    """Dropout, batch normalization, a layer and a nested model that are called twice."""
+    keras.utils.set_random_seed(0)
+    inner = keras.Sequential(
+        [keras.Input((None, None, 4)), L.Conv2D(4, 3, padding="same"), L.BatchNormalization(), L.ReLU(), L.Dropout(0.3)]
+    )
+    given = keras.Input((8, 8, 3))
+    x = L.Conv2D(4, 3, padding="same", activation="relu")(given)
+    for number in range(3):
+        x = L.Add()([x, inner(x) if number < 2 else L.BatchNormalization()(L.Conv2D(4, 1)(x))])
+        x = L.Dropout(0.2)(x)
+    return keras.Model(given, L.Dense(3)(L.GlobalAveragePooling2D()(x)))
+
+
+def cut(model: Any, places: list[int], kept: tuple[int, ...] = ()) -> Any:
+    """The same model by segments; all but some are run again."""
+    calls = list_calls(keras, model)
+    ends = [0, *[p for p in places if 0 < p < len(calls.calls)], len(calls.calls)]
+    segments = [Segment(a, b, n not in kept) for n, (a, b) in enumerate(pairwise(ends))]
+    model.__dict__["call"] = SegmentedCall(keras, functional_of(keras, model), calls, segments)
+    return model
+
+
+def gradients(model: Any, x: Any) -> list[Any]:
+    with tf.GradientTape() as tape:
+        out = tf.nest.flatten(model(x, training=True))
+        loss = tf.add_n([tf.reduce_mean(tf.square(o)) for o in out])
+    return list(tape.gradient(loss, [v.value for v in model.trainable_variables]))
+
+
+def same(a: Any, b: Any, within: float) -> bool:
+    arrays = [(np.asarray(p, "float64"), np.asarray(q, "float64")) for p, q in zip(a, b, strict=True)]
+    return all(float(np.abs(p - q).max(initial=0)) <= within for p, q in arrays)
+
+
+def test_a_segment_that_runs_again_has_the_same_gradients_masks_and_statistics_bit_for_bit() -> None:
+    x = tf.constant(np.random.default_rng(0).standard_normal((4, 8, 8, 3)))
+    plain, again = network(), cut(network(), [2, 6, 11], kept=(0,))
+    for _ in range(2):
+        assert same(gradients(plain, x), gradients(again, x), 0.0)
+    assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)
+
+
+def fitted(model: Any, optimizer: Any = None) -> list[Any]:
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((6, 8, 8, 3)), random.standard_normal((6, 3))
+    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return [keras.ops.convert_to_numpy(v) for v in model.variables]
+
+
+def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
+    model = outcore.within(network(), [(4, 8, 8, 3)], memory="75%", quiet=True)
+    plan = outcore.memory_plan(model)
+    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.75 * plan.plain_bytes
+    assert same(fitted(network()), fitted(model), 1e-10)
+    outcore.release(model)
+    assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__
+
+
+def test_a_model_written_as_a_class_trains_within_a_budget() -> None:
+    x = tf.constant(np.random.default_rng(0).standard_normal((4, 6, 6, 3)))
+    plain, model = residual_class(), residual_class()
+    outcore.within(model, (x,), memory="80%", quiet=True)
+    assert any(recompute for *_, recompute in outcore.memory_plan(model).segments)
+    assert same(gradients(plain, x), gradients(model, x), 0.0)
+    assert same([plain(x)], [model(x)], 0.0)
+
+
+def chain(width: int = 8, depth: int = 8) -> Any:
+    given = keras.Input((128, 128, width))
+    x = given
+    for _ in range(depth):
+        x = L.Conv2D(width, 3, padding="same", activation="relu")(x)
+    return keras.Model(given, x)
+
+
+def measured_peak(model: Any, x: Any) -> int:
+    """Bytes in use of TensorFlow's allocator at the peak of a step, over what was in use before."""
+    step = tf.function(lambda given: gradients(model, given), autograph=False)
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    step(x)
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    step(x)
+    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"]) - before
+
+
+def test_the_peak_that_tensorflow_counts_is_within_the_budget() -> None:
+    keras.config.set_floatx("float32")
+    x, model = tf.random.normal((8, 128, 128, 8)), chain()  # values of 4 MiB, which the allocator does not round
+    plain = measured_peak(model, x)
+    outcore.within(model, (x,), memory="65%", optimizer=0.0, quiet=True)
+    plan = outcore.memory_plan(model)
+    standing = plan.variable_bytes + 4 * 2**20
+    found = measured_peak(model, x)
+    print(
+        f"plain {plain}, found {found}, predicted {plan.peak_bytes - standing}, budget {plan.budget_bytes - standing}"
+    )
+    assert found + standing <= plan.budget_bytes
+    assert found < 0.75 * plain
+
+
+def test_micro_batches_have_the_gradients_of_the_whole_batch() -> None:
+    def build() -> Any:
+        keras.utils.set_random_seed(0)
+        given = keras.Input((8, 8, 3))
+        x = L.Conv2D(4, 3, padding="same", activation="tanh", kernel_regularizer="l2")(given)
+        return keras.Model(given, L.Dense(3)(L.Flatten()(x)))
+
+    model = outcore.keras.within(build(), [(4, 8, 8, 3)], memory=None, micro_batches=3, quiet=True)
+    assert same(fitted(build()), fitted(model), 1e-10)  # batches of 4 and of 2, which is less than 3
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(PlanError, match="smallest peak found"):
+        outcore.within(network(), [(4, 8, 8, 3)], memory="1%", quiet=True)
+
+    class Own(keras.Model):
+        def call(self, x: Any) -> Any:
+            return tf.sin(x)
+
+    own = Own()
+    own(tf.zeros((4, 8)))
+    with pytest.raises(ModelError, match="symbolic tensors"):
+        outcore.within(own, [(4, 8)], memory="1GiB")
+    with pytest.raises(OutcoreError, match="takes an input of shape"):
+        outcore.within(network(), [(4, 9, 8, 3)], memory="1GiB")
+    with pytest.raises(OutcoreError, match="TensorFlow"):
+        outcore.within(network(), [(4, 8, 8, 3)], memory="1GiB", stream=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_random_models_by_random_segments(seed: int) -> None:
+    """Masks, recurrent layers, several inputs and outputs, shared layers: the same gradients bit for bit."""
+    plain, inputs = random_model(keras, seed)
+    again, _ = random_model(keras, seed)
+    random = np.random.default_rng(seed)
+    number = len(list_calls(keras, again).calls)
+    places = sorted(random.choice(range(1, number), size=min(number - 1, 4), replace=False).tolist())
+    cut(again, places, kept=tuple(random.choice(5, 1).tolist()))
+    given = [tf.constant(x) for x in inputs]
+    for _ in range(2):
+        a, b = gradients(plain, given), gradients(again, given)
+        for p, q in zip(a, b, strict=True):
+            assert (p is None) == (q is None)
+            if p is not None:
+                assert same([tf.convert_to_tensor(p)], [tf.convert_to_tensor(q)], 0.0)
+    assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)

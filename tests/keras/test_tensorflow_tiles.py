@@ -1,0 +1,110 @@
+"""Keras models on TensorFlow in tiles: outputs and gradients of plain Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import outcore
+import outcore.keras
+from outcore.errors import ModelError
+from tests.keras.oracle import error, keras, scrambled, tf
+from tests.keras.test_convert import unet
+
+L = keras.layers
+
+
+def frozen(model: Any) -> Any:
+    """With batch normalization that keeps its statistics."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, L.BatchNormalization):
+            layer.trainable = False
+    return scrambled(model)
+
+
+def residual(size: Any = None, top: bool = True) -> Any:
+    """A ResNet: a strided stem with a pool, two stages, the second with a strided shortcut."""
+    given = keras.Input((size, size, 3))
+    x = L.Conv2D(4, 7, strides=2, padding="same", use_bias=False)(given)
+    x = L.MaxPooling2D(3, strides=2, padding="same")(L.ReLU()(L.BatchNormalization()(x)))
+    for width, stride in ((4, 1), (6, 2)):
+        y = L.ReLU()(L.BatchNormalization()(L.Conv2D(width, 3, strides=stride, padding="same", use_bias=False)(x)))
+        y = L.BatchNormalization()(L.Conv2D(width, 3, padding="same")(y))
+        short = x if stride == 1 and x.shape[-1] == width else L.Conv2D(width, 1, strides=stride)(x)
+        x = L.Activation("relu")(L.Add()([y, short]))
+    return keras.Model(given, L.Dense(3)(L.GlobalAveragePooling2D()(x)) if top else x)
+
+
+def odd() -> Any:
+    """Average pools at borders, dilation, depthwise and separable kernels, padding, cropping, transposed kernels."""
+    given = keras.Input((None, None, 3))
+    x = L.AveragePooling2D(3, strides=2, padding="same")(L.Conv2D(4, 3, dilation_rate=2, padding="same")(given))
+    x = L.DepthwiseConv2D(3, strides=2, padding="same")(L.ZeroPadding2D(((1, 2), (0, 9)))(x))
+    x = L.Conv2DTranspose(3, 3, strides=2, padding="same")(L.SeparableConv2D(4, 3, activation="elu")(x))
+    x = L.Cropping2D(((1, 0), (2, 1)))(L.Conv2DTranspose(3, 4, strides=3)(x))
+    return keras.Model(given, L.Dense(2)(L.LayerNormalization()(keras.ops.tanh(x) * 2.0)))
+
+
+def step(model: Any, x: Any, weight: Any = None) -> tuple[Any, list[Any]]:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        out = model(x, training=True)
+        loss = tf.reduce_sum(tf.square(out) * (1.0 if weight is None else weight))
+    return out, list(tape.gradient(loss, [x, *(v.value for v in model.trainable_variables)]))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "tile"),
+    [(unet, (1, 24, 32, 2), 16), (residual, (2, 61, 48, 3), (3, 2)), (odd, (1, 29, 34, 3), (9, 14))],
+)
+def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+    model = frozen(build())
+    x = tf.constant(np.random.default_rng(0).standard_normal(shape))
+    want, gradients = step(model, x)
+    outcore.keras.stream(model, tile=tile)
+    have, found = step(model, x)
+    assert model.__dict__["call"].tiles_run >= 4
+    assert error(want, have) < 1e-10
+    for a, b in zip(gradients, found, strict=True):
+        assert error(a, b) < 1e-10
+    outcore.release(model)
+    assert "call" not in model.__dict__
+
+
+def test_what_depends_on_all_pixels_is_refused() -> None:
+    given = keras.Input((None, None, 3))
+    model = keras.Model(given, L.BatchNormalization()(given))
+    outcore.keras.stream(model, tile=8)
+    with pytest.raises(ModelError, match="batch_normalization"):
+        model(tf.zeros((1, 16, 16, 3), tf.float64), training=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [unet, residual])
+def test_an_image_of_8192_pixels_in_tiles(build: Any) -> None:
+    """Against plain Keras on a crop: the gradient of a loss on a window depends on its surroundings alone."""
+    keras.config.set_floatx("float32")
+    model = frozen(build() if build is unet else residual(top=False))
+    channels, factor = (2, 1) if build is unet else (3, 8)
+    size, window, margin = 8192, 256, 256
+    x = np.random.default_rng(0).standard_normal((1, size, size, channels), dtype=np.float32)
+    at = 4096 - window // 2
+    weight = np.zeros((1, size // factor, size // factor, 1), np.float32)
+    inside = slice(at // factor, (at + window) // factor)
+    weight[:, inside, inside] = 1
+    part = tf.constant(x[:, at - margin : at + window + margin, at - margin : at + window + margin])
+    small = np.zeros((1, part.shape[1] // factor, part.shape[2] // factor, 1), np.float32)
+    kept = slice(margin // factor, (margin + window) // factor)
+    small[:, kept, kept] = 1
+    want, gradients = step(model, part, tf.constant(small))
+    outcore.keras.stream(model, tile=1024 // factor)
+    with tf.GradientTape() as tape:
+        out = model(tf.constant(x), training=True)
+        loss = tf.reduce_sum(tf.square(out) * tf.constant(weight))
+    found = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    assert tuple(out.shape[1:3]) == (size // factor, size // factor)
+    assert error(want[:, kept, kept], out[:, inside, inside]) < 1e-5
+    for a, b in zip(gradients[1:], found, strict=True):
+        assert error(a, b) < 1e-4
