@@ -25,12 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
+from outcore.compiled.lifetimes import Way
 from outcore.compiled.measured_peak import measured_peak
+from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
 from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.errors import PlanError
+from outcore.errors import OutcoreError, PlanError
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
@@ -64,6 +66,8 @@ class CompileSettings:
     """Of Inductor."""
     head: HeadApart | None = None
     """The last layer, where it runs apart."""
+    offload: bool = True
+    """Whether values may leave the device for the backward."""
 
 
 @dataclass
@@ -81,7 +85,8 @@ class CompiledForward:
     def __init__(self, model: nn.Module, inner: Callable[..., Any], settings: CompileSettings) -> None:
         self.model, self.inner, self.settings = model, inner, settings
         self.device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-        self.rates = Rates.of(self.device)
+        self.rates = Rates.of(self.device, link=settings.budget_bytes is not None and settings.offload)
+        self.reservation = Reservation(self.device)
         self.entries: dict[Hashable, _Entry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
@@ -95,6 +100,7 @@ class CompiledForward:
         key = self.key(args, kwargs)
         entry = self.entries.get(key)
         if entry is None:
+            self._refuse_sharded_blocks()
             entry = self.entries[key] = self.entry(self.budget(args, kwargs))
         if entry.ready:
             return entry.run(*args, **kwargs)
@@ -104,13 +110,22 @@ class CompiledForward:
         entry.chooser.restart()
         return output
 
+    def _refuse_sharded_blocks(self) -> None:
+        """The backward of one compiled graph needs all parameters at once; blocks that are sharded have theirs in turn,
+        so that here, inside the model's own forward, they are still in shards."""
+        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+            raise OutcoreError(
+                "blocks of this model were sharded one by one after outcore.within(..., compile=True); call "
+                "outcore.within on each of these blocks before fully_shard, or shard the model as a whole"
+            )
+
     def key(self, args: Any, kwargs: Any) -> Hashable:
         """What a compiled forward depends on of a call."""
         kind = self.device.type
         shapes = tuple(
             (p, t.shape, t.stride(), t.dtype, t.requires_grad) for p, t in leaves((args, kwargs), torch.Tensor)
         )
-        modes = hash(tuple(module.training for module in self.model.modules()))
+        modes = hash(tuple((module.training, type(module)) for module in self.model.modules()))
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return shapes, modes, torch.is_grad_enabled(), cast
 
@@ -118,7 +133,7 @@ class CompiledForward:
         """The model, to be compiled when it is called first."""
         head = self.settings.head
         beside = self.settings.loss_bytes if head is None else head.held_bytes
-        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside)
+        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation)
         run = compile_planned(
             self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **dict(self.settings.options)
         )
@@ -177,7 +192,7 @@ class CompiledForward:
             entry.chooser.restart()
             if not pieces:
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
-            asked, known = [p.chosen.saved for p in known], pieces
+            asked, known = [_kept(p) for p in known], pieces
             self.measured_bytes = None if taken is None else own + taken
             plan = self._plan(known, own, update)
             if budget is None:
@@ -206,7 +221,7 @@ class CompiledForward:
         except PlanError:
             self.corrected_bytes = before
             return False
-        new = [p.chosen.saved for p in together]
+        new = [_kept(p) for p in together]
         gained = sum(p.chosen.seconds for p in together) < _FASTER * sum(p.chosen.seconds for p in known)
         return gained and new != asked
 
@@ -275,6 +290,7 @@ class CompiledForward:
             fastest_s=sum(p.seconds for p in fastest),
             pieces=len(pieces),
             saved_bytes=sum(p.saved_bytes for p in chosen),
+            offloaded_bytes=sum(p.offloaded_bytes for p in chosen),
             again=sum(p.again for p in pieces),
             compile_s=self.compile_s,
             chunk_rows=self.settings.head.rows_per_chunk if self.settings.head is not None else None,
@@ -309,6 +325,11 @@ def install_compiled_forward(
     return plan
 
 
+def _kept(piece: Piece) -> tuple[frozenset[int], tuple[Way, ...]]:
+    """What was chosen for a piece."""
+    return piece.chosen.saved, piece.chosen.ways
+
+
 def _calling(model: nn.Module) -> Callable[..., Any]:
     """A function that calls a model, with its hooks; torch.compile does not trace a module's own call by itself."""
 
@@ -325,7 +346,11 @@ def _compiling() -> Iterator[None]:
     limits = {
         name: max(_LIMIT, getattr(torch._dynamo.config, name)) for name in names if hasattr(torch._dynamo.config, name)
     }
-    with torch._functorch.config.patch(enable_autograd_cache=False), torch._dynamo.config.patch(**limits):
+    # Inside DistributedDataParallel the graph is not cut at its buckets: our budget is for the whole.
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(**limits, optimize_ddp=False),
+    ):
         yield
 
 

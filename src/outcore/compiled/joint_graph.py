@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from outcore.compiled.offload_ops import is_dense
 from outcore.compiled.torch_partitioner import Partition
 from outcore.errors import MachineError
 from outcore.machine.known import known
+from outcore.memory.offload.bandwidth import tier_below
+from outcore.planner.memory.copy_schedule import OffloadTarget
 
 __all__ = ["JointGraph", "Rates"]
 
@@ -38,21 +42,24 @@ class Rates:
     bytes_per_s: float
     flops_per_s: dict[torch.dtype, float]
     launch_s: float = 0.0
+    link: OffloadTarget | None = None
+    """The memory that values can leave for; none where they stay."""
 
     @classmethod
-    def of(cls, device: torch.device) -> Rates:
+    def of(cls, device: torch.device, *, link: bool = False) -> Rates:
         """The rates of a device of this machine: of a GPU from its catalogue or a probe, of a CPU rough ones, since
-        only their ratio matters for a choice."""
+        only their ratio matters for a choice; with `link`, those of the copies to the memory below it as measured."""
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        below = tier_below(device, sys.maxsize, spills=False) if link else None
         if device.type != "cuda":
-            return cls(1e10, dict.fromkeys(kinds, 3e10))
+            return cls(1e10, dict.fromkeys(kinds, 3e10), link=below)
         here = next(one for one in known().devices if one.kind == "cuda")
         rates = {}
         for kind in kinds:
             tf32 = kind is torch.float32 and torch.backends.cuda.matmul.allow_tf32
             with contextlib.suppress(MachineError):
                 rates[kind] = _EFFICIENCY * here.rate("tf32" if tf32 else kind)
-        return cls(0.8 * here.bandwidth_bytes_per_s, rates, here.launch_s)
+        return cls(0.8 * here.bandwidth_bytes_per_s, rates, here.launch_s, below)
 
 
 class JointGraph:
@@ -81,6 +88,8 @@ class JointGraph:
                 self.parts.setdefault(whole, []).append(number)
         self.bytes = [_bytes(node) if self.source[i] == i else 0 for i, node in enumerate(self.nodes)]
         self.tensor = [isinstance(node.meta.get("val"), torch.Tensor) for node in self.nodes]
+        self.fills = [self._fills(i) for i in range(count)]
+        """Whether a value is the whole of its buffer."""
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
         self.outputs = [index[node] for node in partition.outputs]
@@ -112,6 +121,13 @@ class JointGraph:
     def _whole(self, number: int) -> int:
         node = self.nodes[number]
         return self.index[node.args[0]] if node.target is operator.getitem and self.source[number] == number else -1  # type: ignore[index]
+
+    def _fills(self, number: int) -> bool:
+        value = self.nodes[number].meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return False
+        whole = self.bytes[self.source[number]]
+        return value.nbytes == whole > 0 and is_dense(value.shape, value.stride())
 
     def _seconds(self, number: int) -> float:
         node = self.nodes[number]

@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import fx
-
 from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import StepOfGraph
+from outcore.compiled.offload_graphs import Copies
+from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.search import Frontier, search
-from outcore.compiled.torch_partitioner import Partition
+from outcore.compiled.torch_partitioner import Choice, Partition
 
-__all__ = ["Piece", "PieceChooser", "choose_together", "peak_of"]
+__all__ = ["Piece", "PieceChooser", "choice_of", "choose_together", "peak_of"]
 
 _COUNTABLE = 4096
 
@@ -99,19 +99,36 @@ def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGrap
     return None if best is None else list(best)
 
 
+def choice_of(graph: JointGraph, chosen: StepOfGraph) -> Choice:
+    """A step as torch's partitioner takes it."""
+
+    def name(number: int | None) -> str | None:
+        return None if number is None else graph.nodes[number].name
+
+    copies = [Copies(graph.nodes[way.value].name, name(way.free_after), name(way.fetch_before)) for way in chosen.ways]
+    return Choice([graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)], tuple(copies))
+
+
 class PieceChooser:
     """Answers torch's partitioner, piece by piece."""
 
     def __init__(
-        self, budget_bytes: int | None, rates: Rates, known: Sequence[Piece] = (), loss_bytes: int = 0
+        self,
+        budget_bytes: int | None,
+        rates: Rates,
+        known: Sequence[Piece] = (),
+        loss_bytes: int = 0,
+        reservation: Reservation | None = None,
     ) -> None:
         self.budget_bytes, self.rates, self.loss_bytes = budget_bytes, rates, loss_bytes
+        self.reservation = reservation
+        """Room for what leaves the device."""
         self.known = list(known)
         """Of a compilation before, with what was chosen for them together."""
         self.pieces: list[Piece] = []
 
-    def __call__(self, partition: Partition) -> list[fx.Node]:
-        """The nodes of a joint graph to save."""
+    def __call__(self, partition: Partition) -> Choice:
+        """What is saved of a joint graph."""
         graph = JointGraph(partition, self.rates)
         names = tuple(node.name for node in graph.nodes)
         number = len(self.pieces)
@@ -119,7 +136,9 @@ class PieceChooser:
         frontier = before.frontier if before is not None else search(graph, loss_bytes=self.loss_bytes)
         chosen = before.chosen if before is not None else self._alone(frontier)
         self.pieces.append(Piece(frontier, chosen, names, sum(graph.is_forward[i] for i in chosen.again)))
-        return [graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)]
+        if self.reservation is not None:
+            self.reservation.at_least(sum(piece.chosen.offloaded_bytes for piece in self.pieces))
+        return choice_of(graph, chosen)
 
     def restart(self) -> None:
         """The next piece is the first of a step again: what is compiled once more is chosen as before."""

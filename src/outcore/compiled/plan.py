@@ -33,6 +33,8 @@ class CompiledPlan:
     pieces: int
     """Compiled pieces of the model: one, unless Python could not be traced somewhere."""
     saved_bytes: int
+    offloaded_bytes: int
+    """Of the saved bytes, those that leave the device in between."""
     again: int
     """Values of the forward that the backward makes again."""
     compile_s: float
@@ -62,6 +64,8 @@ class CompiledPlan:
             f"  {format_bytes(self.saved_bytes)} saved for the backward, {self.again} values made again in it; results "
             "are reassociated, and random numbers are those of torch.compile",
         ]
+        if self.offloaded_bytes:
+            lines.append(f"  {format_bytes(self.offloaded_bytes)} of them leave the device until the backward")
         if self.chunk_rows is not None:
             lines.append(
                 f"  the last layer and its loss are not compiled: they run in chunks of {self.chunk_rows} rows"

@@ -30,9 +30,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from outcore.compiled.head_apart import HeadApart, with_head_apart
+from outcore.compiled.offload_graphs import Copies, insert_copies
 from outcore.errors import OutcoreError
 
-__all__ = ["CompilationError", "Partition", "Partitioner", "compile_planned", "support"]
+__all__ = ["Choice", "CompilationError", "Partition", "Partitioner", "compile_planned", "support"]
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 _local = threading.local()
@@ -65,6 +66,15 @@ class Partition:
     """What torch would save, by its own memory budget from 0 to 1."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the forward hands to the backward."""
+
+    saved: list[fx.Node]
+    copies: tuple[Copies, ...] = ()
+    """Of saved values that leave the device in between."""
+
+
 def support() -> str | None:
     """Why this version of torch cannot be given a partitioner; none if it can."""
     needed = ("choose_saved_values_set", "min_cut_rematerialization_partition", "get_default_op_list", "NodeInfo")
@@ -78,11 +88,11 @@ class Partitioner(CustomPartitionerFn):
     """Torch's partitioner with our choice of what is saved; what Inductor's configuration takes.
 
     Args:
-        choose: from a joint graph to the nodes to save.
+        choose: from a joint graph to what is saved.
         asked: what the choice depends on beside the graph, for torch's caches.
     """
 
-    def __init__(self, choose: Callable[[Partition], Sequence[fx.Node]], asked: str = "") -> None:
+    def __init__(self, choose: Callable[[Partition], Choice], asked: str = "") -> None:
         self.choose, self.asked = choose, asked
 
     def __call__(
@@ -94,11 +104,20 @@ class Partitioner(CustomPartitionerFn):
         count: int = kwargs["num_fwd_outputs"]
         _install()
         stack = _local.__dict__.setdefault("stack", [])
-        stack.append((self.choose, count))
+        chosen: list[Choice] = []
+
+        def choose(partition: Partition) -> list[fx.Node]:
+            chosen.append(self.choose(partition))
+            return chosen[-1].saved
+
+        stack.append((choose, count))
         try:
-            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finally:
             stack.pop()
+        if chosen and chosen[-1].copies:
+            insert_copies(forward, backward, chosen[-1].copies)
+        return forward, backward
 
     def uuid(self) -> str:
         """A name for this planner and what it was asked, by which torch's caches tell its graphs from others."""
