@@ -42,6 +42,8 @@ __all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward", "to
 
 _COMPILATIONS = 3
 _STEPS = 2
+_STEPS_OF_GRAPHS = 4
+"""CUDA graphs are recorded in the second step and replayed from the third on."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
 _LIMIT = 256
@@ -68,6 +70,8 @@ class CompileSettings:
     """The last layer, where it runs apart."""
     offload: bool = True
     """Whether values may leave the device for the backward."""
+    graphs: bool = False
+    """Whether both graphs are recorded as CUDA graphs; then no value leaves the device."""
 
 
 @dataclass
@@ -85,13 +89,17 @@ class CompiledForward:
     def __init__(self, model: nn.Module, inner: Callable[..., Any], settings: CompileSettings) -> None:
         self.model, self.inner, self.settings = model, inner, settings
         self.device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-        self.rates = Rates.of(self.device, link=settings.budget_bytes is not None and settings.offload)
+        self.as_graphs = settings.graphs and self.device.type == "cuda"
+        offload = settings.offload and settings.budget_bytes is not None and not self.as_graphs
+        self.rates = Rates.of(self.device, link=offload)
         self.reservation = Reservation(self.device)
         self.entries: dict[Hashable, _Entry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
         self.measured_bytes: int | None = None
         self.plan: CompiledPlan | None = None
+        self.skipped = 0
+        """Graphs that torch.compile could not record."""
         self.before: dict[str, Any] = {}
         """What stood in the model's attributes, to be put back."""
 
@@ -103,12 +111,16 @@ class CompiledForward:
             self._refuse_sharded_blocks()
             entry = self.entries[key] = self.entry(self.budget(args, kwargs))
         if entry.ready:
-            return entry.run(*args, **kwargs)
+            return self._owned(entry.run(*args, **kwargs))
         with _compiling():
-            output = entry.run(*args, **kwargs)
+            output = self._owned(entry.run(*args, **kwargs))
         entry.ready = True
         entry.chooser.restart()
         return output
+
+    def _owned(self, output: Any) -> Any:
+        """Results that the loop may keep: those of CUDA graphs are overwritten in the next step."""
+        return substitute(output, torch.Tensor, torch.Tensor.clone) if self.as_graphs else output
 
     def _refuse_sharded_blocks(self) -> None:
         """The backward of one compiled graph needs all parameters at once; blocks that are sharded have theirs in turn,
@@ -134,9 +146,8 @@ class CompiledForward:
         head = self.settings.head
         beside = self.settings.loss_bytes if head is None else head.held_bytes
         chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation)
-        run = compile_planned(
-            self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **dict(self.settings.options)
-        )
+        options = dict(self.settings.options) | ({"triton.cudagraphs": True} if self.as_graphs else {})
+        run = compile_planned(self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **options)
         return _Entry(run, chooser)
 
     def own_bytes(self, args: Any, kwargs: Any) -> tuple[int, int]:
@@ -249,7 +260,7 @@ class CompiledForward:
         before = ModelState(self.model, state_tensors(self.model))
 
         def step() -> None:
-            output = entry.run(*args, **kwargs)
+            output = self._owned(entry.run(*args, **kwargs))
             loss = self.settings.loss
             value = loss(output) if loss is not None else total_of(output)
             with torch.autocast(self.device.type, enabled=False):
@@ -258,11 +269,14 @@ class CompiledForward:
             for p in parameters:
                 p.grad = None
 
+        counted = torch._dynamo.utils.counters["inductor"]
+        skipped = counted["cudagraph_skips"]
         try:
             with _compiling():
                 step()
             entry.ready = True
-            return max(measured_peak(step, self.device) for _ in range(_STEPS - 1))
+            more = _STEPS_OF_GRAPHS if self.as_graphs else _STEPS
+            return max(measured_peak(step, self.device) for _ in range(more - 1))
         except torch.OutOfMemoryError:
             return None
         except PlanError:
@@ -272,6 +286,7 @@ class CompiledForward:
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             ) from error
         finally:
+            self.skipped = counted["cudagraph_skips"] - skipped
             before.restore()
             for p, gradient in gradients:
                 p.grad = gradient
@@ -294,6 +309,7 @@ class CompiledForward:
             again=sum(p.again for p in pieces),
             compile_s=self.compile_s,
             chunk_rows=self.settings.head.rows_per_chunk if self.settings.head is not None else None,
+            graphs=self.as_graphs and self.skipped == 0,
         )
 
 

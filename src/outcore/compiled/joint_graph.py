@@ -3,8 +3,8 @@
 A *value* is a node of the joint graph, a *buffer* the memory of one or several of them: views share the buffer of what
 they view, and the parts of an operation with several results have one each. An operation that Inductor can fuse has no
 buffer of its own unless somebody needs it in memory; which ones do depends on what is saved, and is found for every
-choice anew (`outcore.compiled.lifetimes`). Times are a roofline: an operation of a library takes its arithmetic or its
-traffic, whichever is longer; a fused kernel its traffic alone.
+choice anew (`outcore.compiled.lifetimes`). An operation of a library takes what it was calibrated to take on the device
+(`outcore.compiled.node_times`), else its arithmetic or its traffic, whichever is longer; a fused kernel its traffic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from outcore.compiled.node_times import calibrated_seconds
 from outcore.compiled.offload_ops import is_dense
 from outcore.compiled.torch_partitioner import Partition
+from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
+from outcore.machine.device import Device
 from outcore.machine.known import known
 from outcore.memory.offload.bandwidth import tier_below
 from outcore.planner.memory.copy_schedule import OffloadTarget
@@ -44,6 +47,8 @@ class Rates:
     launch_s: float = 0.0
     link: OffloadTarget | None = None
     """The memory that values can leave for; none where they stay."""
+    device: Device | None = None
+    """Where operations may have calibrated times."""
 
     @classmethod
     def of(cls, device: torch.device, *, link: bool = False) -> Rates:
@@ -59,7 +64,7 @@ class Rates:
             tf32 = kind is torch.float32 and torch.backends.cuda.matmul.allow_tf32
             with contextlib.suppress(MachineError):
                 rates[kind] = _EFFICIENCY * here.rate("tf32" if tf32 else kind)
-        return cls(0.8 * here.bandwidth_bytes_per_s, rates, here.launch_s, below)
+        return cls(STREAMED * here.bandwidth_bytes_per_s, rates, here.launch_s, below, here)
 
 
 class JointGraph:
@@ -90,6 +95,8 @@ class JointGraph:
         self.tensor = [isinstance(node.meta.get("val"), torch.Tensor) for node in self.nodes]
         self.fills = [self._fills(i) for i in range(count)]
         """Whether a value is the whole of its buffer."""
+        library = [node for i, node in enumerate(self.nodes) if not self.fusible[i]]
+        self.calibrated = calibrated_seconds(library, rates.device) if rates.device is not None else {}
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
         self.outputs = [index[node] for node in partition.outputs]
@@ -131,6 +138,8 @@ class JointGraph:
 
     def _seconds(self, number: int) -> float:
         node = self.nodes[number]
+        if node in self.calibrated:
+            return self.calibrated[node]
         packet = getattr(node.target, "overloadpacket", None)
         if self.fusible[number] or packet not in flop_registry:
             return 0.0

@@ -27,6 +27,8 @@ __all__ = ["Held", "Moment", "StepOfGraph", "Way", "step_of"]
 
 _READS = 4
 """More buffers than this, and a value with several readers is stored (Inductor's `realize_reads_threshold`)."""
+_CALLS = 4
+"""Operations that a value's way out and back takes."""
 _CHAIN = 30
 """Fused operations after which a value is stored (Inductor's `realize_opcount_threshold`)."""
 
@@ -211,7 +213,9 @@ def _copies(
         forward.seconds, {b: made[b] for b in first}, last, {b: size[b] / link.out_bytes_per_s for b in first}
     )
     back = copies_back(backward.seconds, first, {b: size[b] / link.in_bytes_per_s for b in first}, early)
-    return out.free_after, back.fetch_before, out.wait_s + back.wait_s
+    # What is copied is read and written beside the kernels, in the same memory.
+    beside = sum(2 * size[b] / graph.rates.bytes_per_s + _CALLS * graph.rates.launch_s for b in first)
+    return out.free_after, back.fetch_before, out.wait_s + back.wait_s + beside
 
 
 def _needed(graph: JointGraph, saved: set[int]) -> tuple[set[int], set[int], set[int]]:

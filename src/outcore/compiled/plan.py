@@ -41,6 +41,8 @@ class CompiledPlan:
     """What compiling took."""
     chunk_rows: int | None = None
     """Rows of a chunk, where the last layer and its loss run apart in chunks."""
+    graphs: bool = False
+    """Whether forward and backward are CUDA graphs."""
 
     exactness = "reassociated"
 
@@ -70,6 +72,8 @@ class CompiledPlan:
             lines.append(
                 f"  the last layer and its loss are not compiled: they run in chunks of {self.chunk_rows} rows"
             )
+        if self.graphs:
+            lines.append("  forward and backward are CUDA graphs; their memory stays reserved between steps")
         if self.measured_bytes is not None:
             lines.append(f"  measured {format_bytes(self.measured_bytes)} in a step before training")
         if self.corrected_bytes:
