@@ -65,8 +65,8 @@ def planned(model: nn.Module, place: float, *, seed: int | None = None, kernels:
     """A model's forward, compiled with the saved values at a place of the frontier, from the fastest at 0."""
     forward = CompiledForward(model, model.forward, CompileSettings(None, OptimizerCost.of(0.0), kernels=kernels))
 
-    def entry(budget_bytes: int | None, known: Any = None) -> Any:
-        made = CompiledForward.entry(forward, budget_bytes, known)
+    def entry(budget_bytes: int | None, known: Any = None, *, copies: bool | None = False) -> Any:
+        made = CompiledForward.entry(forward, budget_bytes, known, copies=copies)
         chooser = Chooser(forward, place, seed)
         made.run = compile_planned(forward.inner, Partitioner(chooser), kernels=kernels)
         made.chooser = chooser

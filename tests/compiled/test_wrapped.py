@@ -1,10 +1,11 @@
-"""Data parallelism and sharding around a model under `within(..., compile=True)`, on two ranks."""
+"""Data parallelism and sharding around a model under `within(..., compile=True)`."""
 
 from __future__ import annotations
 
 import copy
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from outcore.errors import OutcoreError
 from tests.compiled.oracle import BOUND
 from tests.run.pool import pool
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 ROWS = (48, 48, 20)
 """Of the batches; the last one is of another size, and compiled when the model is wrapped already."""
 
@@ -93,17 +95,20 @@ def _difference(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
     return float((one - two).abs().max() / max(1.0, float(two.abs().max())))
 
 
-def test_data_parallel_and_sharded_around_a_compiled_model() -> None:
-    with pool() as ranks:
+def test_data_parallel_and_sharded_around_a_compiled_model(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
         for function in (data_parallel, sharded):
-            assert all(off < BOUND for found in ranks.run(function, 2, False) for off in found)
-        for told in ranks.run(refused, 2):
-            assert "sharded one by one" in told and "before fully_shard" in told
+            assert all(off < BOUND for off in function(False))
+        assert "sharded one by one" in (told := refused()) and "before fully_shard" in told
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
-def test_data_parallel_and_sharded_around_compiled_kernels() -> None:
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_compiler)])
+def test_data_parallel_and_sharded_around_a_compiled_model_on_two_ranks(kernels: bool) -> None:
     with pool() as ranks:
         for function in (data_parallel, sharded):
-            assert all(off < BOUND for found in ranks.run(function, 2, True) for off in found)
+            assert all(off < BOUND for found in ranks.run(function, 2, kernels) for off in found)

@@ -14,6 +14,7 @@ plan, is off while a model is compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
@@ -31,19 +31,24 @@ from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
 from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned
+from outcore.compiled.trial_arguments import distinct_bytes, total_of, with_content
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
+from outcore.memory.saved_tensors.live_forward import is_looked_at
 
-__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward", "total_of", "with_content"]
+__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
 
 _COMPILATIONS = 3
 _STEPS = 2
 _STEPS_OF_GRAPHS = 4
 """CUDA graphs are recorded in the second step and replayed from the third on."""
+_AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False}
+"""Inductor's options where values leave the device: copies stay where they were planned to be, and values are laid out
+as the traced graph has them, which is how the backward expects them back."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
 _LIMIT = 256
@@ -86,12 +91,19 @@ class _Entry:
 class CompiledForward:
     """Runs the model's forward as compiled pieces."""
 
-    def __init__(self, model: nn.Module, inner: Callable[..., Any], settings: CompileSettings) -> None:
-        self.model, self.inner, self.settings = model, inner, settings
-        self.device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Callable[..., Any] | None,
+        settings: CompileSettings,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model, self.own_inner, self.settings = model, inner, settings
+        if device is None:
+            device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.device = device
         self.as_graphs = settings.graphs and self.device.type == "cuda"
-        offload = settings.offload and settings.budget_bytes is not None and not self.as_graphs
-        self.rates = Rates.of(self.device, link=offload)
+        self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs
         self.reservation = Reservation(self.device)
         self.entries: dict[Hashable, _Entry] = {}
         self.corrected_bytes = 0
@@ -103,13 +115,40 @@ class CompiledForward:
         self.before: dict[str, Any] = {}
         """What stood in the model's attributes, to be put back."""
 
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """How fast the device computes and copies."""
+        return Rates.of(self.device, link=self.offloads)
+
+    @functools.cached_property
+    def inner(self) -> Callable[..., Any]:
+        """What is compiled: the model's forward as it was."""
+        if self.own_inner is not None:
+            return self.own_inner
+        wrapped = getattr(self.model, "_orig_mod", None)
+        return _calling(wrapped) if isinstance(wrapped, nn.Module) else type(self.model).forward.__get__(self.model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model and models that are stored: they are compiled when they are called first."""
+        names = ("model", "own_inner", "settings", "device", "plan", "before", "corrected_bytes")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*(state[name] for name in ("model", "own_inner", "settings", "device")))  # type: ignore[misc]
+        self.plan, self.before, self.corrected_bytes = state["plan"], state["before"], state["corrected_bytes"]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _not_traced(self, *args, **kwargs)
+        if is_looked_at():
+            return self.inner(*args, **kwargs)
         key = self.key(args, kwargs)
         entry = self.entries.get(key)
         if entry is None:
             self._refuse_sharded_blocks()
-            entry = self.entries[key] = self.entry(self.budget(args, kwargs))
+            copies = self.plan is not None and self.plan.offloaded_bytes > 0
+            entry = self.entries[key] = self.entry(self.budget(args, kwargs), copies=copies)
         if entry.ready:
             return self._owned(entry.run(*args, **kwargs))
         with _compiling():
@@ -141,12 +180,21 @@ class CompiledForward:
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return shapes, modes, torch.is_grad_enabled(), cast
 
-    def entry(self, budget_bytes: int | None, known: list[Piece] | None = None) -> _Entry:
-        """The model, to be compiled when it is called first."""
+    def entry(
+        self, budget_bytes: int | None, known: list[Piece] | None = None, *, copies: bool | None = False
+    ) -> _Entry:
+        """The model, to be compiled when it is called first.
+
+        Args:
+            budget_bytes: what is left for the values of a step.
+            known: pieces of a compilation before, with what was chosen for them.
+            copies: whether values may leave the device; none for only if nothing else is within the budget.
+        """
         head = self.settings.head
         beside = self.settings.loss_bytes if head is None else head.held_bytes
-        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation)
+        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation, copies)
         options = dict(self.settings.options) | ({"triton.cudagraphs": True} if self.as_graphs else {})
+        options |= _AS_PLANNED if copies else {}
         run = compile_planned(self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **options)
         return _Entry(run, chooser)
 
@@ -155,8 +203,8 @@ class CompiledForward:
         own step adds to it."""
         sizes = {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad}
         state = self.settings.optimizer.state_bytes(sizes)
-        weights = _distinct_bytes([*self.model.parameters(), *self.model.buffers()])
-        given = _distinct_bytes(
+        weights = distinct_bytes([*self.model.parameters(), *self.model.buffers()])
+        given = distinct_bytes(
             [t for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == self.device.type]
         )
         update = sum(sizes.values()) + self.settings.optimizer.workspace_bytes(sizes)
@@ -187,6 +235,7 @@ class CompiledForward:
         key = self.key(args, kwargs)
         known: list[Piece] = []
         best: tuple[float, _Entry, CompiledPlan] | None = None
+        undecided = None if self.rates.link is not None else False
         for _ in range(_COMPILATIONS):
             room = self.budget(args, kwargs)
             try:
@@ -195,9 +244,16 @@ class CompiledForward:
                 if best is None:
                     raise
                 break
-            entry = self.entry(room, known)
+            copies = any(p.chosen.ways for p in known) if known else undecided
+            entry = self.entry(room, known, copies=copies)
             start = time.perf_counter()
-            taken = self._try(entry, args, kwargs)
+            try:
+                taken = self._try(entry, args, kwargs)
+            except CompilationError:
+                if not entry.chooser.needs_copies:
+                    raise
+                entry = self.entry(room, known, copies=True)
+                taken = self._try(entry, args, kwargs)
             self.compile_s += time.perf_counter() - start
             pieces = entry.chooser.pieces
             entry.chooser.restart()
@@ -328,9 +384,8 @@ def install_compiled_forward(
         CompilationError: torch.compile cannot do it; the model is as it was.
         PlanError: the budget is too small.
     """
-    wrapped = getattr(model, "_orig_mod", None)
-    inner = _calling(wrapped) if isinstance(wrapped, nn.Module) else model.forward
-    forward = CompiledForward(model, inner, settings)
+    compiled_before = isinstance(getattr(model, "_orig_mod", None), nn.Module)
+    forward = CompiledForward(model, None if compiled_before else model.__dict__.get("forward"), settings)
     plan = forward.compile_first(args, kwargs)
     for name in ("forward", "_compiled_call_impl"):
         if name in model.__dict__:
@@ -339,6 +394,12 @@ def install_compiled_forward(
         model.__dict__["_compiled_call_impl"] = None
     model.__dict__["forward"] = forward
     return plan
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _not_traced(forward: CompiledForward, *args: Any, **kwargs: Any) -> Any:
+    """A model that is compiled once more runs as it was planned."""
+    return forward(*args, **kwargs)
 
 
 def _kept(piece: Piece) -> tuple[frozenset[int], tuple[Way, ...]]:
@@ -378,29 +439,3 @@ def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
     )
     refused.least_bytes = least_bytes
     return refused
-
-
-def with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments to run with: numbers where only shapes were given."""
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
-            return tensor
-        make = torch.randn if tensor.dtype.is_floating_point else torch.zeros
-        return make(tuple(tensor.shape), dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
-
-    found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)
-    return found
-
-
-def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """The bytes of tensors, shared memory once."""
-    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
-
-
-def total_of(output: Any) -> torch.Tensor:
-    """The sum of all results that lead back to parameters."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
-    if not found:
-        raise CompilationError("nothing that this model returns leads back to a parameter that requires a gradient")
-    return torch.stack([t.float().sum() for t in found]).sum()

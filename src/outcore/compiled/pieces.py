@@ -20,6 +20,7 @@ from outcore.compiled.offload_graphs import Copies
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.search import Frontier, search
 from outcore.compiled.torch_partitioner import Choice, Partition
+from outcore.errors import OutcoreError
 
 __all__ = ["Piece", "PieceChooser", "choice_of", "choose_together", "peak_of"]
 
@@ -119,8 +120,12 @@ class PieceChooser:
         known: Sequence[Piece] = (),
         loss_bytes: int = 0,
         reservation: Reservation | None = None,
+        copies: bool | None = True,
     ) -> None:
         self.budget_bytes, self.rates, self.loss_bytes = budget_bytes, rates, loss_bytes
+        self.copies, self.needs_copies = copies, False
+        """Whether values may leave the device: this is compiled otherwise, so that where it is only found now that
+        nothing else is within the budget (none), compiling ends and begins anew."""
         self.reservation = reservation
         """Room for what leaves the device."""
         self.known = list(known)
@@ -148,6 +153,11 @@ class PieceChooser:
     def _alone(self, frontier: Frontier) -> StepOfGraph:
         """The choice for a piece while nothing is known of the next ones."""
         if self.budget_bytes is None:
-            return frontier.points[0]
-        held = sum(piece.chosen.forward_bytes for piece in self.pieces)
-        return frontier.within(self.budget_bytes - held) or frontier.least
+            return (frontier if self.copies else frontier.without_copies()).points[0]
+        room = self.budget_bytes - sum(piece.chosen.forward_bytes for piece in self.pieces)
+        here = frontier if self.copies else frontier.without_copies()
+        chosen = here.within(room)
+        if chosen is None and self.copies is None and frontier.within(room) is not None:
+            self.needs_copies = True
+            raise OutcoreError("only values that leave the device are within the budget")
+        return chosen or here.least

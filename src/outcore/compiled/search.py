@@ -50,11 +50,17 @@ class Frontier:
     points: list[StepOfGraph] = field(default_factory=list)
     """From the fastest to the smallest."""
     judged: int = 0
+    staying: list[StepOfGraph] = field(default_factory=list)
+    """The same of those steps alone in which every value stays on the device."""
 
     def within(self, budget_bytes: int | None) -> StepOfGraph | None:
         """The fastest step within a budget."""
         fitting = [p for p in self.points if budget_bytes is None or p.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda p: (p.seconds, p.peak_bytes), default=None)
+
+    def without_copies(self) -> Frontier:
+        """The steps in which every value stays on the device."""
+        return Frontier(self.staying or [p for p in self.points if not p.ways], self.judged)
 
     @property
     def least(self) -> StepOfGraph:
@@ -246,7 +252,8 @@ def search(graph: JointGraph, *, loss_bytes: int = 0) -> Frontier:
         looking.descend(start, 40)
     if graph.rates.link is not None:
         _with_copies(looking, fast, libraries)
-    return Frontier(_pareto(looking.seen.values()), len(looking.seen))
+    judged = list(looking.seen.values())
+    return Frontier(_pareto(judged), len(judged), _pareto(p for p in judged if not p.ways))
 
 
 def _with_copies(looking: _Search, *beginnings: StepOfGraph) -> None:
