@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import outcore
-from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
+from outcore.compiled.compiled_forward import CompiledForward, CompileSettings, install_compiled_forward
 from outcore.compiled.plan import CompiledPlan
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.errors import OutcoreError
+from outcore.errors import EngineError, OutcoreError
 from tests.compiled.oracle import BOUND
 from tests.run.pool import pool
 
@@ -104,6 +104,13 @@ def test_data_parallel_and_sharded_around_a_compiled_model(tmp_path: Path) -> No
     finally:
         dist.destroy_process_group()
         torch._dynamo.reset()
+
+
+def test_an_engine_refuses_a_compiled_model() -> None:
+    model = network()
+    model.__dict__["forward"] = CompiledForward(model, None, CompileSettings(None, OptimizerCost.of(0.0)))
+    with pytest.raises(EngineError, match=r"outcore.release\(model\) it first"):
+        outcore.Engine(model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1))
 
 
 @pytest.mark.slow

@@ -46,9 +46,10 @@ _COMPILATIONS = 3
 _STEPS = 2
 _STEPS_OF_GRAPHS = 4
 """CUDA graphs are recorded in the second step and replayed from the third on."""
-_AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False}
-"""Inductor's options where values leave the device: copies stay where they were planned to be, and values are laid out
-as the traced graph has them, which is how the backward expects them back."""
+_AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False, "allow_buffer_reuse": False}
+"""Inductor's options where values leave the device: copies stay where they were planned to be; values are laid out as
+the traced graph has them, which is how the backward expects them back; and memory is given back between a buffer and
+the next one of its size, so that what comes back finds it."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
 _LIMIT = 256

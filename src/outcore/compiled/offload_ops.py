@@ -35,15 +35,17 @@ class _Ticket(bytearray):
     """The memory of one number, and the copy that it stands for."""
 
     buffer: OffloadedBuffer
+    source: torch.Tensor | None = None
+    """What is copied out, until the copy is waited for."""
 
 
 _tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _issue(buffer: OffloadedBuffer) -> torch.Tensor:
+def _issue(buffer: OffloadedBuffer, source: torch.Tensor | None = None) -> torch.Tensor:
     ticket = _Ticket(8)
-    ticket.buffer = buffer
+    ticket.buffer, ticket.source = buffer, source
     number = next(_numbers)
     _tickets[number] = ticket
     tensor = torch.frombuffer(ticket, dtype=torch.int64)
@@ -124,7 +126,8 @@ def _flat(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 @torch.library.custom_op("outcore::offload_start", mutates_args=())
 def _offload_start(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    return _issue(_store(value.device).evict(_flat(value, stride)))
+    flat = _flat(value, stride)
+    return _issue(_store(value.device).evict(flat), flat)
 
 
 @torch.library.custom_op("outcore::offload_wait", mutates_args=())
