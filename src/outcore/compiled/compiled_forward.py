@@ -13,10 +13,9 @@ plan, is off while a model is compiled.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +25,11 @@ from torch import nn
 from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
 from outcore.compiled.lifetimes import Way
-from outcore.compiled.measured_peak import measured_peak
+from outcore.compiled.measured_peak import measured_peak, step_seconds
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
-from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned
+from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned, compiling
 from outcore.compiled.trial_arguments import distinct_bytes, total_of, with_content
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import OutcoreError, PlanError
@@ -52,8 +51,6 @@ the traced graph has them, which is how the backward expects them back; and memo
 the next one of its size, so that what comes back finds it."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
-_LIMIT = 256
-"""Ways of calling one function that torch.compile keeps, while ours are made."""
 _MARGIN = {"cuda": 0.02}
 """Share of the budget that is left free for what predictions miss."""
 
@@ -110,6 +107,7 @@ class CompiledForward:
         self.corrected_bytes = 0
         self.compile_s = 0.0
         self.measured_bytes: int | None = None
+        self.measured_s: float | None = None
         self.plan: CompiledPlan | None = None
         self.skipped = 0
         """Graphs that torch.compile could not record."""
@@ -152,7 +150,7 @@ class CompiledForward:
             entry = self.entries[key] = self.entry(self.budget(args, kwargs), copies=copies)
         if entry.ready:
             return self._owned(entry.run(*args, **kwargs))
-        with _compiling():
+        with compiling():
             output = self._owned(entry.run(*args, **kwargs))
         entry.ready = True
         entry.chooser.restart()
@@ -263,11 +261,12 @@ class CompiledForward:
             asked, known = [_kept(p) for p in known], pieces
             self.measured_bytes = None if taken is None else own + taken
             plan = self._plan(known, own, update)
+            step_s = self.measured_s if self.measured_s is not None else plan.seconds
             if budget is None:
-                best = plan.seconds, entry, plan
+                best = step_s, entry, plan
                 break
-            if taken is not None and own + taken <= budget and (best is None or plan.seconds < best[0]):
-                best = plan.seconds, entry, plan
+            if taken is not None and own + taken <= budget and (best is None or step_s < best[0]):
+                best = step_s, entry, plan
             missed = (taken - peak_of([p.chosen for p in known])) if taken is not None else int(0.1 * budget)
             if best is None:
                 self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
@@ -276,7 +275,10 @@ class CompiledForward:
         if best is None:
             assert budget is not None
             raise _refusal(budget, self._least(known, own), "the smallest step that was found")
-        _, self.entries[key], self.plan = best
+        _, entry, self.plan = best
+        if not self.plan.offloaded_bytes:  # what was only tried gives its room back
+            self.reservation = entry.chooser.reservation = Reservation(self.device)
+        self.entries[key] = entry
         return self.plan
 
     def _worthwhile(self, known: list[Piece], asked: list[Any], own: int, missed: int, args: Any, kwargs: Any) -> bool:
@@ -326,14 +328,17 @@ class CompiledForward:
             for p in parameters:
                 p.grad = None
 
+        self.measured_s = None
         counted = torch._dynamo.utils.counters["inductor"]
         skipped = counted["cudagraph_skips"]
         try:
-            with _compiling():
+            with compiling():
                 step()
             entry.ready = True
             more = _STEPS_OF_GRAPHS if self.as_graphs else _STEPS
-            return max(measured_peak(step, self.device) for _ in range(more - 1))
+            taken = max(measured_peak(step, self.device) for _ in range(more - 1))
+            self.measured_s = step_seconds(step, self.device) if self.device.type == "cuda" else None
+            return taken
         except torch.OutOfMemoryError:
             return None
         except PlanError:
@@ -357,6 +362,7 @@ class CompiledForward:
             plain_bytes=self.settings.plain_bytes,
             least_bytes=own + max(peak_of([p.frontier.least for p in pieces]), update),
             measured_bytes=self.measured_bytes,
+            measured_s=self.measured_s,
             corrected_bytes=self.corrected_bytes,
             seconds=sum(p.seconds for p in chosen),
             fastest_s=sum(p.seconds for p in fastest),
@@ -415,21 +421,6 @@ def _calling(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """A context in which torch.compile asks the partitioner, and keeps as many versions as there are."""
-    names = ("recompile_limit", "accumulated_recompile_limit")
-    limits = {
-        name: max(_LIMIT, getattr(torch._dynamo.config, name)) for name in names if hasattr(torch._dynamo.config, name)
-    }
-    # Inside DistributedDataParallel the graph is not cut at its buckets: our budget is for the whole.
-    with (
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        torch._dynamo.config.patch(**limits, optimize_ddp=False),
-    ):
-        yield
 
 
 def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:

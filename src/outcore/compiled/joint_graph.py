@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,9 @@ class JointGraph:
         self.calibrated = calibrated_seconds(library, rates.device) if rates.device is not None else {}
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
+        self.converted = frozenset(self._converted()) if partition.channels_last else frozenset()
+        """Inputs of the graph, images and weights of convolutions, of which Inductor makes a copy with channels last
+        when the forward begins, and hands that to the backward."""
         self.outputs = [index[node] for node in partition.outputs]
         self.gradients = [index[node] for node in partition.gradients]
         self.tangents = [i for i, node in enumerate(self.nodes) if self.given[i] and self.is_backward[i]]
@@ -107,6 +111,14 @@ class JointGraph:
         ]
         self.first_backward = min(users, default=count)
         self.forward_order = [i for i in range(count) if self.is_forward[i] and not self.given[i]]
+
+    def _converted(self) -> Iterator[int]:
+        for i, node in enumerate(self.nodes):
+            if node.target is torch.ops.aten.convolution.default and self.is_forward[i]:
+                for a in self.arguments[i][:2]:
+                    value = self.nodes[a].meta.get("val")
+                    if self.given[a] and isinstance(value, torch.Tensor) and not _channels_are_last(value):
+                        yield a
 
     def _source(self, number: int) -> int:
         """The value whose buffer a value is in."""
@@ -152,6 +164,12 @@ class JointGraph:
         kinds = [t.dtype for t in torch.utils._pytree.tree_leaves((args, value)) if isinstance(t, torch.Tensor)]
         rate = min((self.rates.flops_per_s[k] for k in kinds if k in self.rates.flops_per_s), default=1e12)
         return float(flops) / rate
+
+
+def _channels_are_last(value: torch.Tensor) -> bool:
+    return value.dim() not in (4, 5) or value.is_contiguous(
+        memory_format=torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+    )
 
 
 def _name(node: fx.Node) -> str:

@@ -130,12 +130,13 @@ def step_of(
     gradients = {source[i] for i in graph.gradients}
     moving = _moving(graph, needed, offloaded - results - gradients) if offloaded else {}
     free_after, fetch_before, waited = _copies(graph, forward, backward, moving, early)
-    stay = (results | held) - moving.keys()
-    curve, intervals = _sweep(graph, forward, set(), stay, until=free_after)
+    converted: frozenset[int] = graph.converted if not moving else frozenset()
+    stay = (results | held | (converted & inputs)) - moving.keys()
+    curve, intervals = _sweep(graph, forward, set(converted), stay, until=free_after)
     at_turn = sum(size[b] for b in stay)
     tangents = {source[i] for i in graph.tangents}
     turn = at_turn + loss_bytes + sum(size[t] for t in tangents)
-    start = (held | tangents | results) - moving.keys()
+    start = (held | tangents | results | (converted & inputs)) - moving.keys()
     back_curve, back_intervals = _sweep(graph, backward, start, gradients | results, since=fetch_before)
     top = max(range(len(curve)), key=curve.__getitem__, default=0) if curve else 0
     low = max(range(len(back_curve)), key=back_curve.__getitem__, default=0) if back_curve else 0

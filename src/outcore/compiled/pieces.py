@@ -25,6 +25,8 @@ from outcore.errors import OutcoreError
 __all__ = ["Piece", "PieceChooser", "choice_of", "choose_together", "peak_of"]
 
 _COUNTABLE = 4096
+_BLOCK = 512
+"""What is copied out begins at multiples of this."""
 
 
 @dataclass
@@ -142,7 +144,8 @@ class PieceChooser:
         chosen = before.chosen if before is not None else self._alone(frontier)
         self.pieces.append(Piece(frontier, chosen, names, sum(graph.is_forward[i] for i in chosen.again)))
         if self.reservation is not None:
-            self.reservation.at_least(sum(piece.chosen.offloaded_bytes for piece in self.pieces))
+            sent = [piece.chosen for piece in self.pieces]
+            self.reservation.at_least(sum(p.offloaded_bytes + _BLOCK * len(p.ways) for p in sent))
         return choice_of(graph, chosen)
 
     def restart(self) -> None:

@@ -25,6 +25,8 @@ class CompiledPlan:
     """The smallest peak that was found."""
     measured_bytes: int | None
     """Of a step that was tried before training."""
+    measured_s: float | None
+    """The same step's time, with the loss that was tried; on a GPU."""
     corrected_bytes: int
     """What steps were seen to take beyond the prediction, and is left free."""
     seconds: float

@@ -14,12 +14,14 @@ and that do not read an input which the forward overwrites, since its old number
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,10 +35,12 @@ from outcore.compiled.head_apart import HeadApart, with_head_apart
 from outcore.compiled.offload_graphs import Copies, insert_copies
 from outcore.errors import OutcoreError
 
-__all__ = ["Choice", "CompilationError", "Partition", "Partitioner", "compile_planned", "support"]
+__all__ = ["Choice", "CompilationError", "Partition", "Partitioner", "compile_planned", "compiling", "support"]
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 _local = threading.local()
+_LIMIT = 256
+"""Ways of calling one function that torch.compile keeps, while ours are made."""
 
 
 class CompilationError(OutcoreError, RuntimeError):
@@ -64,6 +68,8 @@ class Partition:
     """Nodes that Inductor can compute inside the kernel of their reader."""
     torch_choice: Callable[[float], list[fx.Node]]
     """What torch would save, by its own memory budget from 0 to 1."""
+    channels_last: bool = False
+    """Whether Inductor gives convolutions their operands with channels last, by copies where they are not."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,19 @@ def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]],
         gradients=[node for node in results[count:] if isinstance(node, fx.Node)],
         fusible=frozenset(n for n in graph.nodes if n.op == "call_function" and kinds.is_fusible(n)),
         torch_choice=lambda budget: theirs(graph, info, memory_budget=budget),
+        channels_last=_channels_last(graph),
     )
+
+
+def _channels_last(graph: fx.Graph) -> bool:
+    """Whether Inductor will change the layout of convolutions; not, if this version cannot be asked."""
+    from torch._inductor.graph import GraphLowering
+
+    ask: Any = getattr(GraphLowering, "decide_layout_opt", None)
+    try:
+        return ask is not None and bool(ask(SimpleNamespace(graph=graph), is_inference=False))
+    except (TypeError, AttributeError, KeyError):
+        return False
 
 
 def _overwritten(graph: fx.Graph, inputs: Sequence[fx.Node]) -> frozenset[fx.Node]:
@@ -250,6 +268,21 @@ def compile_planned(
         backend = with_head_apart(backend, head)
     compiled = torch.compile(function, dynamic=False, backend=backend)
     return compiled
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """A context in which torch.compile asks the partitioner, and keeps as many versions as there are."""
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limits = {
+        name: max(_LIMIT, getattr(torch._dynamo.config, name)) for name in names if hasattr(torch._dynamo.config, name)
+    }
+    # Inside DistributedDataParallel the graph is not cut at its buckets: our budget is for the whole.
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(**limits, optimize_ddp=False),
+    ):
+        yield
 
 
 def _inductor(settings: dict[str, Any]) -> Any:
