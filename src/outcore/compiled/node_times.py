@@ -40,15 +40,23 @@ def calibrated_seconds(nodes: Sequence[fx.Node], device: Device) -> dict[fx.Node
             described.setdefault(operation.dtype, []).append((node, operation))
     found: dict[fx.Node, float] = {}
     for dtype, pairs in described.items():
-        try:
-            calibration = Calibration.find(device.name, dtype)
-        except MachineError:  # made by another version
-            calibration = Calibration.shipped(device.name, dtype)
+        calibration = _calibration(device, dtype)
         if calibration is None:
             continue
         predicted = inside_a_network(calibration, [operation for _, operation in pairs], device)
         found |= {node: one.time_s for (node, _), one in zip(pairs, predicted, strict=True)}
     return found
+
+
+def _calibration(device: Device, dtype: str) -> Calibration | None:
+    for name in (device.name, f"NVIDIA {device.name.split()[0]}"):  # as the driver says it, and as the catalogue does
+        try:
+            found = Calibration.find(name, dtype)
+        except MachineError:  # made by another version; what ships is better than nothing
+            found = Calibration.shipped(name, dtype)
+        if found is not None:
+            return found
+    return None
 
 
 def operation_of(node: fx.Node) -> Operation | None:
