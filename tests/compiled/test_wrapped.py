@@ -29,7 +29,7 @@ ROWS = (48, 48, 20)
 def network() -> nn.Sequential:
     """Linear layers with norms and activations."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU()) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU()) for _ in range(2)]
     return nn.Sequential(*layers).double()
 
 
@@ -110,7 +110,7 @@ def test_an_engine_refuses_a_compiled_model() -> None:
     model = network()
     model.__dict__["forward"] = CompiledForward(model, None, CompileSettings(None, OptimizerCost.of(0.0)))
     with pytest.raises(EngineError, match=r"outcore.release\(model\) it first"):
-        outcore.Engine(model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+        outcore.Engine(model, example=torch.randn(2, 24), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
 
 
 @pytest.mark.slow

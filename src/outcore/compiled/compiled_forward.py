@@ -299,7 +299,11 @@ class CompiledForward:
         """Choose again for pieces that are known."""
         if not known:
             return []
-        chosen = choose_together([p.frontier for p in known], room)
+        chosen = None
+        if self.device.type != "cuda":  # whose rates are too rough to say which is faster: a copy, or making it again
+            chosen = choose_together([p.frontier.without_copies() for p in known], room)
+        if chosen is None:
+            chosen = choose_together([p.frontier for p in known], room)
         if chosen is None:
             assert self.settings.budget_bytes is not None
             raise _refusal(self.settings.budget_bytes, self._least(known, own), "the smallest step that was found")
