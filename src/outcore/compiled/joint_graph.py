@@ -26,6 +26,7 @@ from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
 from outcore.machine.device import Device
 from outcore.machine.known import known
+from outcore.memory.cuda_graphs.pool import without_limit
 from outcore.memory.offload.bandwidth import tier_below
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
@@ -56,7 +57,10 @@ class Rates:
         """The rates of a device of this machine: of a GPU from its catalogue or a probe, of a CPU rough ones, since
         only their ratio matters for a choice; with `link`, those of the copies to the memory below it as measured."""
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        below = tier_below(device, sys.maxsize, spills=False) if link else None
+        below = None
+        if link:
+            with without_limit(device):
+                below = tier_below(device, sys.maxsize, spills=False)
         if device.type != "cuda":
             return cls(1e10, dict.fromkeys(kinds, 3e10), link=below)
         here = next(one for one in known().devices if one.kind == "cuda")

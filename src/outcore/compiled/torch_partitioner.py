@@ -121,8 +121,9 @@ class Partitioner(CustomPartitionerFn):
             forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finally:
             stack.pop()
-        if chosen and chosen[-1].copies:
-            insert_copies(forward, backward, chosen[-1].copies)
+        if chosen and chosen[-1].copies and insert_copies(forward, backward, chosen[-1].copies):
+            with contextlib.suppress(AttributeError, ImportError, TypeError):  # faster where it can be told
+                _align_reloads()
         return forward, backward
 
     def uuid(self) -> str:
@@ -151,6 +152,26 @@ def _install() -> None:
 
     choose_saved_values_set._outcore = True  # type: ignore[attr-defined]
     partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def _align_reloads() -> None:
+    """Tell Inductor that what comes back lies at the beginning of a block of memory: a result of an operation that reads
+    a tensor of the host, the ticket, is taken for unaligned else, and the kernels that read it are slower."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    operation: Any = torch.ops.outcore.reload_wait.default
+    if operation in lowering.lowerings:
+        return
+    lowering.make_fallback(operation, warn=False)
+    lower: Any = lowering.lowerings[operation]
+
+    def lower_aligned(*args: Any, **kwargs: Any) -> Any:
+        result = lower(*args, **kwargs)
+        V.graph.unaligned_buffers.discard(result.get_name())
+        return result
+
+    lowering.lowerings[operation] = lower_aligned
 
 
 def _symbolic(node: fx.Node) -> bool:
