@@ -188,6 +188,7 @@ def _ours(training: Training, way: str, budget: int | None, turn: Turn) -> dict[
     plan: Any = outcore.memory_plan(training.model)
     facts = {"budget": budget, "planning_s": round(planning_s, 1), "told": [str(w.message)[:200] for w in told][:4]}
     facts |= {"predicted_peak": getattr(plan, "peak_bytes", None), "predicted_x": getattr(plan, "slowdown", None)}
+    facts |= {"predicted_s": getattr(plan, "seconds", None)}
     return facts | {"kind": type(plan).__name__, "exactness": str(getattr(plan, "exactness", ""))}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,57 +14,60 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from outcore.compiled.compiled_forward import CompiledForward, CompileSettings
-from outcore.compiled.pieces import Piece, PieceChooser
-from outcore.compiled.torch_partitioner import Partition
+from outcore.compiled.joint_graph import JointGraph
+from outcore.compiled.lifetimes import step_of
+from outcore.compiled.pieces import Piece, PieceChooser, choice_of
+from outcore.compiled.search import Frontier
+from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.planner.memory.copy_schedule import OffloadTarget
 from tests.foreign.scalar import scalar
 
 BOUND = 1e-10
+LINK = OffloadTarget(1e8, 1e8, least_bytes=1)
 
 
 class Chooser(PieceChooser):
     """Chooses a place on the frontier, or the saved values at random, whatever the budget."""
 
     def __init__(self, forward: CompiledForward, place: float, seed: int | None = None) -> None:
-        super().__init__(None, forward.rates)
+        super().__init__(None, replace(forward.rates, link=LINK if seed is not None else None))
         self.place = place
         self.generator = None if seed is None else random.Random(seed)
+        self.sent = 0
+        """Values that left the device, of all pieces."""
 
-    def __call__(self, partition: Partition) -> list[torch.fx.Node]:
-        """The nodes to save."""
+    def __call__(self, partition: Partition) -> Choice:
+        """What is saved."""
         if self.generator is not None:
             return self._drawn(partition)
         super().__call__(partition)
         piece = self.pieces.pop()
         points = piece.frontier.points
         chosen = points[round(self.place * (len(points) - 1))]
-        nodes = [node for node in partition.graph.nodes if node.op != "output"]
         self.pieces.append(Piece(piece.frontier, chosen, piece.names))
-        return [nodes[i] for i in sorted(chosen.saved | chosen.inputs)]
+        return choice_of(JointGraph(partition, self.rates), chosen)
 
-    def _drawn(self, partition: Partition) -> list[torch.fx.Node]:
+    def _drawn(self, partition: Partition) -> Choice:
         assert self.generator is not None
-        from outcore.compiled.joint_graph import JointGraph
-        from outcore.compiled.lifetimes import step_of
-        from outcore.compiled.search import Frontier
-
-        graph = JointGraph(partition, self.rates)
-        keep = [self.generator.random() < self.place for _ in graph.nodes]
+        graph, draw = JointGraph(partition, self.rates), self.generator
+        keep = [draw.random() < self.place for _ in graph.nodes]
         drawn = [i for i, one in enumerate(keep) if one and graph.tensor[i] and not graph.is_backward[i]]
-        step = step_of(graph, [i for i in drawn if not graph.given[i]])
+        away = frozenset(i for i in range(len(graph.nodes)) if draw.random() < 0.6)
+        early = draw.choice((0.0, 1.0, 5.0, 1e6))
+        step = step_of(graph, [i for i in drawn if not graph.given[i]], offloaded=away, early=early)
+        self.sent += len(step.ways)
         self.pieces.append(Piece(Frontier([step]), step, ()))
-        return [graph.nodes[i] for i in sorted(step.saved | step.inputs)]
+        return choice_of(graph, step)
 
 
 def planned(model: nn.Module, place: float, *, seed: int | None = None, kernels: bool = False) -> CompiledForward:
     """A model's forward, compiled with the saved values at a place of the frontier, from the fastest at 0."""
     forward = CompiledForward(model, model.forward, CompileSettings(None, OptimizerCost.of(0.0), kernels=kernels))
 
-    def entry(budget_bytes: int | None, known: Any = None) -> Any:
-        made = CompiledForward.entry(forward, budget_bytes, known)
+    def entry(budget_bytes: int | None, known: Any = None, *, copies: bool | None = False) -> Any:
+        made = CompiledForward.entry(forward, budget_bytes, known, copies=copies)
         chooser = Chooser(forward, place, seed)
-        from outcore.compiled.torch_partitioner import Partitioner, compile_planned
-
         made.run = compile_planned(forward.inner, Partitioner(chooser), kernels=kernels)
         made.chooser = chooser
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import shutil
 from collections.abc import Iterator
@@ -137,6 +138,27 @@ def test_a_model_that_the_user_compiled_is_planned_anew() -> None:
     assert isinstance(plan, CompiledPlan) and plan.pieces == 1
     outcore.release(compiled)
     compiled(images)
+
+
+def test_copies_of_a_model_and_compilers_around_it() -> None:
+    model, images = chain(2), torch.randn(8, 64, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    install_compiled_forward(model, (images,), {}, CompileSettings(None, OptimizerCost.of(0.0), kernels=False))
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    loaded = torch.load(io.BytesIO(stored.getvalue()), weights_only=False)
+    theirs = step(plain, plain, (images,), {})
+    for duplicate in (copy.deepcopy(model), loaded):
+        with torch.no_grad():
+            next(duplicate.parameters()).add_(0.0)
+        assert worst(step(duplicate, duplicate, (images,), {}), theirs) < BOUND
+        assert duplicate.__dict__["forward"].model is duplicate and duplicate.__dict__["forward"].entries
+        assert isinstance(outcore.memory_plan(outcore.release(copy.deepcopy(duplicate)) and duplicate), CompiledPlan)
+    assert all(p.grad is None for p in model.parameters())
+    around = torch.compile(model, backend="eager")
+    assert worst(step(model, around, (images,), {}), theirs) < BOUND
+    graph = outcore.capture(model, (images,))
+    assert len(graph.calls) == len(outcore.capture(plain, (images,)).calls)  # seen as it is written
 
 
 @pytest.mark.slow

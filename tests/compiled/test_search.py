@@ -15,7 +15,7 @@ from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import Moment, StepOfGraph, step_of
 from outcore.compiled.pieces import choose_together, peak_of
 from outcore.compiled.search import Frontier, search
-from outcore.compiled.torch_partitioner import Partition, Partitioner, compile_planned
+from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned
 
 WIDTH, LAYERS, BATCH = 32, 8, 64
 VALUE = WIDTH * BATCH * 4
@@ -26,9 +26,9 @@ def joint(activation: Callable[[], nn.Module] = nn.Tanh) -> JointGraph:
     """The joint graph of a chain of linear layers, each with an activation."""
     found: list[JointGraph] = []
 
-    def choose(partition: Partition) -> list[torch.fx.Node]:
+    def choose(partition: Partition) -> Choice:
         found.append(JointGraph(partition, Rates.of(torch.device("cpu"))))
-        return partition.torch_choice(1.0)
+        return Choice(partition.torch_choice(1.0))
 
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), activation()) for _ in range(LAYERS)]
     run = compile_planned(nn.Sequential(*layers).forward, Partitioner(choose), kernels=False)

@@ -13,37 +13,44 @@ plan, is off while a model is compiled.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
-from outcore.compiled.measured_peak import measured_peak
+from outcore.compiled.lifetimes import Way
+from outcore.compiled.measured_peak import measured_peak, step_seconds
+from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
-from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned
+from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned, compiling
+from outcore.compiled.trial_arguments import distinct_bytes, total_of, with_content
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.errors import PlanError
+from outcore.errors import OutcoreError, PlanError
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
+from outcore.memory.saved_tensors.live_forward import is_looked_at
 
-__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward", "total_of", "with_content"]
+__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
 
 _COMPILATIONS = 3
 _STEPS = 2
+_STEPS_OF_GRAPHS = 4
+"""CUDA graphs are recorded in the second step and replayed from the third on."""
+_AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False, "allow_buffer_reuse": False}
+"""Inductor's options where values leave the device: copies stay where they were planned to be; values are laid out as
+the traced graph has them, which is how the backward expects them back; and memory is given back between a buffer and
+the next one of its size, so that what comes back finds it."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
-_LIMIT = 256
-"""Ways of calling one function that torch.compile keeps, while ours are made."""
 _MARGIN = {"cuda": 0.02}
 """Share of the budget that is left free for what predictions miss."""
 
@@ -64,6 +71,10 @@ class CompileSettings:
     """Of Inductor."""
     head: HeadApart | None = None
     """The last layer, where it runs apart."""
+    offload: bool = True
+    """Whether values may leave the device for the backward."""
+    graphs: bool = False
+    """Whether both graphs are recorded as CUDA graphs; then no value leaves the device."""
 
 
 @dataclass
@@ -78,31 +89,85 @@ class _Entry:
 class CompiledForward:
     """Runs the model's forward as compiled pieces."""
 
-    def __init__(self, model: nn.Module, inner: Callable[..., Any], settings: CompileSettings) -> None:
-        self.model, self.inner, self.settings = model, inner, settings
-        self.device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-        self.rates = Rates.of(self.device)
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Callable[..., Any] | None,
+        settings: CompileSettings,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model, self.own_inner, self.settings = model, inner, settings
+        if device is None:
+            device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.device = device
+        self.as_graphs = settings.graphs and self.device.type == "cuda"
+        self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs
+        self.reservation = Reservation(self.device)
         self.entries: dict[Hashable, _Entry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
         self.measured_bytes: int | None = None
+        self.measured_s: float | None = None
         self.plan: CompiledPlan | None = None
+        self.skipped = 0
+        """Graphs that torch.compile could not record."""
         self.before: dict[str, Any] = {}
         """What stood in the model's attributes, to be put back."""
 
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """How fast the device computes and copies."""
+        return Rates.of(self.device, link=self.offloads)
+
+    @functools.cached_property
+    def inner(self) -> Callable[..., Any]:
+        """What is compiled: the model's forward as it was."""
+        if self.own_inner is not None:
+            return self.own_inner
+        wrapped = getattr(self.model, "_orig_mod", None)
+        return _calling(wrapped) if isinstance(wrapped, nn.Module) else type(self.model).forward.__get__(self.model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model and models that are stored: they are compiled when they are called first."""
+        names = ("model", "own_inner", "settings", "device", "plan", "before", "corrected_bytes")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*(state[name] for name in ("model", "own_inner", "settings", "device")))  # type: ignore[misc]
+        self.plan, self.before, self.corrected_bytes = state["plan"], state["before"], state["corrected_bytes"]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _not_traced(self, *args, **kwargs)
+        if is_looked_at():
+            return self.inner(*args, **kwargs)
         key = self.key(args, kwargs)
         entry = self.entries.get(key)
         if entry is None:
-            entry = self.entries[key] = self.entry(self.budget(args, kwargs))
+            self._refuse_sharded_blocks()
+            copies = self.plan is not None and self.plan.offloaded_bytes > 0
+            entry = self.entries[key] = self.entry(self.budget(args, kwargs), copies=copies)
         if entry.ready:
-            return entry.run(*args, **kwargs)
-        with _compiling():
-            output = entry.run(*args, **kwargs)
+            return self._owned(entry.run(*args, **kwargs))
+        with compiling():
+            output = self._owned(entry.run(*args, **kwargs))
         entry.ready = True
         entry.chooser.restart()
         return output
+
+    def _owned(self, output: Any) -> Any:
+        """Results that the loop may keep: those of CUDA graphs are overwritten in the next step."""
+        return substitute(output, torch.Tensor, torch.Tensor.clone) if self.as_graphs else output
+
+    def _refuse_sharded_blocks(self) -> None:
+        """The backward of one compiled graph needs all parameters at once; blocks that are sharded have theirs in turn,
+        so that here, inside the model's own forward, they are still in shards."""
+        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+            raise OutcoreError(
+                "blocks of this model were sharded one by one after outcore.within(..., compile=True); call "
+                "outcore.within on each of these blocks before fully_shard, or shard the model as a whole"
+            )
 
     def key(self, args: Any, kwargs: Any) -> Hashable:
         """What a compiled forward depends on of a call."""
@@ -110,18 +175,26 @@ class CompiledForward:
         shapes = tuple(
             (p, t.shape, t.stride(), t.dtype, t.requires_grad) for p, t in leaves((args, kwargs), torch.Tensor)
         )
-        modes = hash(tuple(module.training for module in self.model.modules()))
+        modes = hash(tuple((module.training, type(module)) for module in self.model.modules()))
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return shapes, modes, torch.is_grad_enabled(), cast
 
-    def entry(self, budget_bytes: int | None, known: list[Piece] | None = None) -> _Entry:
-        """The model, to be compiled when it is called first."""
+    def entry(
+        self, budget_bytes: int | None, known: list[Piece] | None = None, *, copies: bool | None = False
+    ) -> _Entry:
+        """The model, to be compiled when it is called first.
+
+        Args:
+            budget_bytes: what is left for the values of a step.
+            known: pieces of a compilation before, with what was chosen for them.
+            copies: whether values may leave the device; none for only if nothing else is within the budget.
+        """
         head = self.settings.head
         beside = self.settings.loss_bytes if head is None else head.held_bytes
-        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside)
-        run = compile_planned(
-            self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **dict(self.settings.options)
-        )
+        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation, copies)
+        options = dict(self.settings.options) | ({"triton.cudagraphs": True} if self.as_graphs else {})
+        options |= _AS_PLANNED if copies else {}
+        run = compile_planned(self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **options)
         return _Entry(run, chooser)
 
     def own_bytes(self, args: Any, kwargs: Any) -> tuple[int, int]:
@@ -129,8 +202,8 @@ class CompiledForward:
         own step adds to it."""
         sizes = {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad}
         state = self.settings.optimizer.state_bytes(sizes)
-        weights = _distinct_bytes([*self.model.parameters(), *self.model.buffers()])
-        given = _distinct_bytes(
+        weights = distinct_bytes([*self.model.parameters(), *self.model.buffers()])
+        given = distinct_bytes(
             [t for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == self.device.type]
         )
         update = sum(sizes.values()) + self.settings.optimizer.workspace_bytes(sizes)
@@ -161,6 +234,7 @@ class CompiledForward:
         key = self.key(args, kwargs)
         known: list[Piece] = []
         best: tuple[float, _Entry, CompiledPlan] | None = None
+        undecided = None if self.rates.link is not None else False
         for _ in range(_COMPILATIONS):
             room = self.budget(args, kwargs)
             try:
@@ -169,22 +243,30 @@ class CompiledForward:
                 if best is None:
                     raise
                 break
-            entry = self.entry(room, known)
+            copies = any(p.chosen.ways for p in known) if known else undecided
+            entry = self.entry(room, known, copies=copies)
             start = time.perf_counter()
-            taken = self._try(entry, args, kwargs)
+            try:
+                taken = self._try(entry, args, kwargs)
+            except CompilationError:
+                if not entry.chooser.needs_copies:
+                    raise
+                entry = self.entry(room, known, copies=True)
+                taken = self._try(entry, args, kwargs)
             self.compile_s += time.perf_counter() - start
             pieces = entry.chooser.pieces
             entry.chooser.restart()
             if not pieces:
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
-            asked, known = [p.chosen.saved for p in known], pieces
+            asked, known = [_kept(p) for p in known], pieces
             self.measured_bytes = None if taken is None else own + taken
             plan = self._plan(known, own, update)
+            step_s = self.measured_s if self.measured_s is not None else plan.seconds
             if budget is None:
-                best = plan.seconds, entry, plan
+                best = step_s, entry, plan
                 break
-            if taken is not None and own + taken <= budget and (best is None or plan.seconds < best[0]):
-                best = plan.seconds, entry, plan
+            if taken is not None and own + taken <= budget and (best is None or step_s < best[0]):
+                best = step_s, entry, plan
             missed = (taken - peak_of([p.chosen for p in known])) if taken is not None else int(0.1 * budget)
             if best is None:
                 self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
@@ -193,7 +275,10 @@ class CompiledForward:
         if best is None:
             assert budget is not None
             raise _refusal(budget, self._least(known, own), "the smallest step that was found")
-        _, self.entries[key], self.plan = best
+        _, entry, self.plan = best
+        if not self.plan.offloaded_bytes:  # what was only tried gives its room back
+            self.reservation = entry.chooser.reservation = Reservation(self.device)
+        self.entries[key] = entry
         return self.plan
 
     def _worthwhile(self, known: list[Piece], asked: list[Any], own: int, missed: int, args: Any, kwargs: Any) -> bool:
@@ -206,7 +291,7 @@ class CompiledForward:
         except PlanError:
             self.corrected_bytes = before
             return False
-        new = [p.chosen.saved for p in together]
+        new = [_kept(p) for p in together]
         gained = sum(p.chosen.seconds for p in together) < _FASTER * sum(p.chosen.seconds for p in known)
         return gained and new != asked
 
@@ -214,7 +299,11 @@ class CompiledForward:
         """Choose again for pieces that are known."""
         if not known:
             return []
-        chosen = choose_together([p.frontier for p in known], room)
+        chosen = None
+        if self.device.type != "cuda":  # whose rates are too rough to say which is faster: a copy, or making it again
+            chosen = choose_together([p.frontier.without_copies() for p in known], room)
+        if chosen is None:
+            chosen = choose_together([p.frontier for p in known], room)
         if chosen is None:
             assert self.settings.budget_bytes is not None
             raise _refusal(self.settings.budget_bytes, self._least(known, own), "the smallest step that was found")
@@ -234,7 +323,7 @@ class CompiledForward:
         before = ModelState(self.model, state_tensors(self.model))
 
         def step() -> None:
-            output = entry.run(*args, **kwargs)
+            output = self._owned(entry.run(*args, **kwargs))
             loss = self.settings.loss
             value = loss(output) if loss is not None else total_of(output)
             with torch.autocast(self.device.type, enabled=False):
@@ -243,11 +332,17 @@ class CompiledForward:
             for p in parameters:
                 p.grad = None
 
+        self.measured_s = None
+        counted = torch._dynamo.utils.counters["inductor"]
+        skipped = counted["cudagraph_skips"]
         try:
-            with _compiling():
+            with compiling():
                 step()
             entry.ready = True
-            return max(measured_peak(step, self.device) for _ in range(_STEPS - 1))
+            more = _STEPS_OF_GRAPHS if self.as_graphs else _STEPS
+            taken = max(measured_peak(step, self.device) for _ in range(more - 1))
+            self.measured_s = step_seconds(step, self.device) if self.device.type == "cuda" else None
+            return taken
         except torch.OutOfMemoryError:
             return None
         except PlanError:
@@ -257,6 +352,7 @@ class CompiledForward:
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             ) from error
         finally:
+            self.skipped = counted["cudagraph_skips"] - skipped
             before.restore()
             for p, gradient in gradients:
                 p.grad = gradient
@@ -270,14 +366,17 @@ class CompiledForward:
             plain_bytes=self.settings.plain_bytes,
             least_bytes=own + max(peak_of([p.frontier.least for p in pieces]), update),
             measured_bytes=self.measured_bytes,
+            measured_s=self.measured_s,
             corrected_bytes=self.corrected_bytes,
             seconds=sum(p.seconds for p in chosen),
             fastest_s=sum(p.seconds for p in fastest),
             pieces=len(pieces),
             saved_bytes=sum(p.saved_bytes for p in chosen),
+            offloaded_bytes=sum(p.offloaded_bytes for p in chosen),
             again=sum(p.again for p in pieces),
             compile_s=self.compile_s,
             chunk_rows=self.settings.head.rows_per_chunk if self.settings.head is not None else None,
+            graphs=self.as_graphs and self.skipped == 0,
         )
 
 
@@ -296,9 +395,8 @@ def install_compiled_forward(
         CompilationError: torch.compile cannot do it; the model is as it was.
         PlanError: the budget is too small.
     """
-    wrapped = getattr(model, "_orig_mod", None)
-    inner = _calling(wrapped) if isinstance(wrapped, nn.Module) else model.forward
-    forward = CompiledForward(model, inner, settings)
+    compiled_before = isinstance(getattr(model, "_orig_mod", None), nn.Module)
+    forward = CompiledForward(model, None if compiled_before else model.__dict__.get("forward"), settings)
     plan = forward.compile_first(args, kwargs)
     for name in ("forward", "_compiled_call_impl"):
         if name in model.__dict__:
@@ -307,6 +405,17 @@ def install_compiled_forward(
         model.__dict__["_compiled_call_impl"] = None
     model.__dict__["forward"] = forward
     return plan
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _not_traced(forward: CompiledForward, *args: Any, **kwargs: Any) -> Any:
+    """A model that is compiled once more runs as it was planned."""
+    return forward(*args, **kwargs)
+
+
+def _kept(piece: Piece) -> tuple[frozenset[int], tuple[Way, ...]]:
+    """What was chosen for a piece."""
+    return piece.chosen.saved, piece.chosen.ways
 
 
 def _calling(model: nn.Module) -> Callable[..., Any]:
@@ -318,17 +427,6 @@ def _calling(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """A context in which torch.compile asks the partitioner, and keeps as many versions as there are."""
-    names = ("recompile_limit", "accumulated_recompile_limit")
-    limits = {
-        name: max(_LIMIT, getattr(torch._dynamo.config, name)) for name in names if hasattr(torch._dynamo.config, name)
-    }
-    with torch._functorch.config.patch(enable_autograd_cache=False), torch._dynamo.config.patch(**limits):
-        yield
-
-
 def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
     refused = PlanError(
         f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
@@ -337,29 +435,3 @@ def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
     )
     refused.least_bytes = least_bytes
     return refused
-
-
-def with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments to run with: numbers where only shapes were given."""
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
-            return tensor
-        make = torch.randn if tensor.dtype.is_floating_point else torch.zeros
-        return make(tuple(tensor.shape), dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
-
-    found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)
-    return found
-
-
-def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """The bytes of tensors, shared memory once."""
-    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
-
-
-def total_of(output: Any) -> torch.Tensor:
-    """The sum of all results that lead back to parameters."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
-    if not found:
-        raise CompilationError("nothing that this model returns leads back to a parameter that requires a gradient")
-    return torch.stack([t.float().sum() for t in found]).sum()

@@ -40,6 +40,7 @@ def compile_within(
     loss: Callable[[Any], torch.Tensor] | None,
     loss_bytes: int,
     *,
+    graphs: bool = False,
     quiet: bool,
 ) -> CompiledPlan | None:
     """Put a model under a compiled plan; none, after saying why, if it cannot be compiled.
@@ -53,6 +54,7 @@ def compile_within(
         optimizer: what its state takes.
         loss: of the output.
         loss_bytes: what the loss holds.
+        graphs: record CUDA graphs, if they are within the budget.
         quiet: do not say why.
 
     Raises:
@@ -64,11 +66,22 @@ def compile_within(
     plain_bytes = memory_curve(graph, account(graph), optimizer=optimizer).peak_bytes
     if isinstance(budget, float):
         budget = int(budget * plain_bytes)
-    settings = CompileSettings(budget, optimizer, loss, loss_bytes, plain_bytes)
+    settings = CompileSettings(budget, optimizer, loss, loss_bytes, plain_bytes, graphs=graphs)
     call = arguments_as_called(model, args, kwargs)
     if not quiet:
         print("outcore: compiling; this takes from seconds to minutes", file=sys.stderr)
     try:
+        if graphs:
+            try:
+                plan = install_compiled_forward(model, *call, settings)
+            except PlanError as refused:
+                told = f"as CUDA graphs {refused}"
+            else:
+                if plan.graphs:
+                    return plan
+                told = "torch.compile could not record this step as CUDA graphs"
+            print(f"outcore: {told}; compiled without", file=sys.stderr) if not quiet else None
+            settings = replace(settings, graphs=False)
         try:
             return install_compiled_forward(model, *call, settings)
         except PlanError as refused:

@@ -3,23 +3,32 @@
 A *value* is a node of the joint graph, a *buffer* the memory of one or several of them: views share the buffer of what
 they view, and the parts of an operation with several results have one each. An operation that Inductor can fuse has no
 buffer of its own unless somebody needs it in memory; which ones do depends on what is saved, and is found for every
-choice anew (`outcore.compiled.lifetimes`). Times are a roofline: an operation of a library takes its arithmetic or its
-traffic, whichever is longer; a fused kernel its traffic alone.
+choice anew (`outcore.compiled.lifetimes`). An operation of a library takes what it was calibrated to take on the device
+(`outcore.compiled.node_times`), else its arithmetic or its traffic, whichever is longer; a fused kernel its traffic.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from outcore.compiled.node_times import calibrated_seconds
+from outcore.compiled.offload_ops import is_dense
 from outcore.compiled.torch_partitioner import Partition
+from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
+from outcore.machine.device import Device
 from outcore.machine.known import known
+from outcore.memory.cuda_graphs.pool import without_limit
+from outcore.memory.offload.bandwidth import tier_below
+from outcore.planner.memory.copy_schedule import OffloadTarget
 
 __all__ = ["JointGraph", "Rates"]
 
@@ -38,21 +47,29 @@ class Rates:
     bytes_per_s: float
     flops_per_s: dict[torch.dtype, float]
     launch_s: float = 0.0
+    link: OffloadTarget | None = None
+    """The memory that values can leave for; none where they stay."""
+    device: Device | None = None
+    """Where operations may have calibrated times."""
 
     @classmethod
-    def of(cls, device: torch.device) -> Rates:
+    def of(cls, device: torch.device, *, link: bool = False) -> Rates:
         """The rates of a device of this machine: of a GPU from its catalogue or a probe, of a CPU rough ones, since
-        only their ratio matters for a choice."""
+        only their ratio matters for a choice; with `link`, those of the copies to the memory below it as measured."""
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        below = None
+        if link:
+            with without_limit(device):
+                below = tier_below(device, sys.maxsize, spills=False)
         if device.type != "cuda":
-            return cls(1e10, dict.fromkeys(kinds, 3e10))
+            return cls(1e10, dict.fromkeys(kinds, 3e10), link=below)
         here = next(one for one in known().devices if one.kind == "cuda")
         rates = {}
         for kind in kinds:
             tf32 = kind is torch.float32 and torch.backends.cuda.matmul.allow_tf32
             with contextlib.suppress(MachineError):
                 rates[kind] = _EFFICIENCY * here.rate("tf32" if tf32 else kind)
-        return cls(0.8 * here.bandwidth_bytes_per_s, rates, here.launch_s)
+        return cls(STREAMED * here.bandwidth_bytes_per_s, rates, here.launch_s, below, here)
 
 
 class JointGraph:
@@ -81,8 +98,15 @@ class JointGraph:
                 self.parts.setdefault(whole, []).append(number)
         self.bytes = [_bytes(node) if self.source[i] == i else 0 for i, node in enumerate(self.nodes)]
         self.tensor = [isinstance(node.meta.get("val"), torch.Tensor) for node in self.nodes]
+        self.fills = [self._fills(i) for i in range(count)]
+        """Whether a value is the whole of its buffer."""
+        library = [node for i, node in enumerate(self.nodes) if not self.fusible[i]]
+        self.calibrated = calibrated_seconds(library, rates.device) if rates.device is not None else {}
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
+        self.converted = frozenset(self._converted()) if partition.channels_last else frozenset()
+        """Inputs of the graph, images and weights of convolutions, of which Inductor makes a copy with channels last
+        when the forward begins, and hands that to the backward."""
         self.outputs = [index[node] for node in partition.outputs]
         self.gradients = [index[node] for node in partition.gradients]
         self.tangents = [i for i, node in enumerate(self.nodes) if self.given[i] and self.is_backward[i]]
@@ -91,6 +115,14 @@ class JointGraph:
         ]
         self.first_backward = min(users, default=count)
         self.forward_order = [i for i in range(count) if self.is_forward[i] and not self.given[i]]
+
+    def _converted(self) -> Iterator[int]:
+        for i, node in enumerate(self.nodes):
+            if node.target is torch.ops.aten.convolution.default and self.is_forward[i]:
+                for a in self.arguments[i][:2]:
+                    value = self.nodes[a].meta.get("val")
+                    if self.given[a] and isinstance(value, torch.Tensor) and not _channels_are_last(value):
+                        yield a
 
     def _source(self, number: int) -> int:
         """The value whose buffer a value is in."""
@@ -113,8 +145,17 @@ class JointGraph:
         node = self.nodes[number]
         return self.index[node.args[0]] if node.target is operator.getitem and self.source[number] == number else -1  # type: ignore[index]
 
+    def _fills(self, number: int) -> bool:
+        value = self.nodes[number].meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return False
+        whole = self.bytes[self.source[number]]
+        return value.nbytes == whole > 0 and is_dense(value.shape, value.stride())
+
     def _seconds(self, number: int) -> float:
         node = self.nodes[number]
+        if node in self.calibrated:
+            return self.calibrated[node]
         packet = getattr(node.target, "overloadpacket", None)
         if self.fusible[number] or packet not in flop_registry:
             return 0.0
@@ -127,6 +168,12 @@ class JointGraph:
         kinds = [t.dtype for t in torch.utils._pytree.tree_leaves((args, value)) if isinstance(t, torch.Tensor)]
         rate = min((self.rates.flops_per_s[k] for k in kinds if k in self.rates.flops_per_s), default=1e12)
         return float(flops) / rate
+
+
+def _channels_are_last(value: torch.Tensor) -> bool:
+    return value.dim() not in (4, 5) or value.is_contiguous(
+        memory_format=torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+    )
 
 
 def _name(node: fx.Node) -> str:

@@ -10,19 +10,25 @@ writes and given back after its last reader; a fused kernel writes over what it 
     saved ──┐             forward:  results and saved values stay
             ├─ lifetimes  turn:     the loss
     order ──┘             backward: saved values go with their last reader, gradients of parameters stay
+
+A saved value can leave the device instead: its memory is free after the copy out, and taken again when the copy back
+begins (`outcore.compiled.copy_times`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from outcore.compiled.copy_times import EARLY, copies_back, copies_out
 from outcore.compiled.joint_graph import JointGraph
 
-__all__ = ["Held", "Moment", "StepOfGraph", "step_of"]
+__all__ = ["Held", "Moment", "StepOfGraph", "Way", "step_of"]
 
 _READS = 4
 """More buffers than this, and a value with several readers is stored (Inductor's `realize_reads_threshold`)."""
+_CALLS = 4
+"""Operations that a value's way out and back takes."""
 _CHAIN = 30
 """Fused operations after which a value is stored (Inductor's `realize_opcount_threshold`)."""
 
@@ -48,6 +54,17 @@ class Moment:
     node: int
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way of a saved value out and back."""
+
+    value: int
+    free_after: int | None
+    """The node of the forward after which its memory is free; none for the last."""
+    fetch_before: int
+    """The node of the backward before which it begins to come back."""
+
+
 @dataclass(frozen=True)
 class StepOfGraph:
     """A step with one choice of saved values."""
@@ -68,6 +85,11 @@ class StepOfGraph:
     forward: list[Held] = field(repr=False)
     inputs: frozenset[int] = field(repr=False, default=frozenset())
     """Inputs of the graph that backward is given again."""
+    ways: tuple[Way, ...] = ()
+    """Of the saved values that leave the device."""
+    offloaded: frozenset[int] = frozenset()
+    """Their buffers."""
+    offloaded_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -77,15 +99,24 @@ class _Kernels:
     nodes: list[int]
     reads: list[tuple[int, ...]]
     writes: list[tuple[int, ...]]
-    seconds: float
+    seconds: list[float]
 
 
-def step_of(graph: JointGraph, saved: Iterable[int], *, loss_bytes: int = 0) -> StepOfGraph:
+def step_of(
+    graph: JointGraph,
+    saved: Iterable[int],
+    *,
+    offloaded: frozenset[int] = frozenset(),
+    early: float = EARLY,
+    loss_bytes: int = 0,
+) -> StepOfGraph:
     """Lifetimes and time of a step.
 
     Args:
         graph: the joint graph.
         saved: numbers of values to hand to the backward; what must not be computed twice is added where needed.
+        offloaded: buffers of them that leave the device in between; those that cannot stay.
+        early: how many times its length a copy back begins before its value is read.
         loss_bytes: what the loss holds between forward and backward, beside the results and their gradients.
     """
     needed, again, inputs = _needed(graph, set(saved))
@@ -96,14 +127,17 @@ def step_of(graph: JointGraph, saved: Iterable[int], *, loss_bytes: int = 0) -> 
     forward_nodes = _forward_order(graph, needed)
     forward = _kernels(graph, forward_nodes, results | held)
     backward = _kernels(graph, order, {source[i] for i in graph.gradients})
-    stay = results | held
-    curve, intervals = _sweep(graph, forward, set(), stay)
+    gradients = {source[i] for i in graph.gradients}
+    moving = _moving(graph, needed, offloaded - results - gradients) if offloaded else {}
+    free_after, fetch_before, waited = _copies(graph, forward, backward, moving, early)
+    converted: frozenset[int] = graph.converted if not moving else frozenset()
+    stay = (results | held | (converted & inputs)) - moving.keys()
+    curve, intervals = _sweep(graph, forward, set(converted), stay, until=free_after)
     at_turn = sum(size[b] for b in stay)
     tangents = {source[i] for i in graph.tangents}
     turn = at_turn + loss_bytes + sum(size[t] for t in tangents)
-    start = held | tangents | results
-    gradients = {source[i] for i in graph.gradients}
-    back_curve, back_intervals = _sweep(graph, backward, start, gradients | results)
+    start = (held | tangents | results | (converted & inputs)) - moving.keys()
+    back_curve, back_intervals = _sweep(graph, backward, start, gradients | results, since=fetch_before)
     top = max(range(len(curve)), key=curve.__getitem__, default=0) if curve else 0
     low = max(range(len(back_curve)), key=back_curve.__getitem__, default=0) if back_curve else 0
     most = [
@@ -115,7 +149,7 @@ def step_of(graph: JointGraph, saved: Iterable[int], *, loss_bytes: int = 0) -> 
     return StepOfGraph(
         saved=frozenset(needed),
         peak_bytes=peak_bytes,
-        seconds=forward.seconds + backward.seconds,
+        seconds=sum(forward.seconds) + sum(backward.seconds) + waited,
         peak=peak,
         saved_bytes=sum(size[b] for b in held),
         again=frozenset(again),
@@ -123,7 +157,66 @@ def step_of(graph: JointGraph, saved: Iterable[int], *, loss_bytes: int = 0) -> 
         backward=back_intervals,
         forward=intervals,
         inputs=frozenset(inputs),
+        ways=tuple(
+            Way(
+                moving[b],
+                forward.nodes[free_after[b]] if free_after[b] < len(forward.nodes) else None,
+                backward.nodes[fetch_before[b]],
+            )
+            for b in sorted(fetch_before)
+        ),
+        offloaded=frozenset(fetch_before),
+        offloaded_bytes=sum(size[b] for b in fetch_before),
     )
+
+
+def _moving(graph: JointGraph, needed: set[int], offloaded: frozenset[int]) -> dict[int, int]:
+    """Of the buffers that are to leave, those that can, each with its value: one that fills its buffer, and is the only
+    one that backward is given of it; and no more than there is room for."""
+    given: dict[int, list[int]] = {}
+    for i in needed:
+        given.setdefault(graph.source[i], []).append(i)
+    moving: dict[int, int] = {}
+    link = graph.rates.link
+    room = link.capacity_bytes if link is not None else 0
+    taken = 0
+    for b in sorted(offloaded):
+        values = given.get(b, ())
+        if len(values) != 1 or not graph.fills[values[0]] or graph.given[b]:
+            continue
+        taken += graph.bytes[b]
+        if room is not None and taken > room:
+            break
+        moving[b] = values[0]
+    return moving
+
+
+def _copies(
+    graph: JointGraph, forward: _Kernels, backward: _Kernels, moving: dict[int, int], early: float
+) -> tuple[dict[int, int], dict[int, int], float]:
+    """By buffer the kernel after which its memory is free and the one before which it is taken again; and what is
+    waited. A buffer that no kernel of the backward reads is left out of both."""
+    link = graph.rates.link
+    if not moving or link is None:
+        moving.clear()
+        return {}, {}, 0.0
+    made = {w: k for k, written in enumerate(forward.writes) for w in written if w in moving}
+    last = {s: k for k, found in enumerate(forward.reads) for s in found if s in moving}
+    first: dict[int, int] = {}
+    for k, found in enumerate(backward.reads):
+        for s in found:
+            if s in made and s not in first:
+                first[s] = k
+    for b in moving.keys() - first.keys():
+        del moving[b]
+    size = graph.bytes
+    out = copies_out(
+        forward.seconds, {b: made[b] for b in first}, last, {b: size[b] / link.out_bytes_per_s for b in first}
+    )
+    back = copies_back(backward.seconds, first, {b: size[b] / link.in_bytes_per_s for b in first}, early)
+    # What is copied is read and written beside the kernels, in the same memory.
+    beside = sum(2 * size[b] / graph.rates.bytes_per_s + _CALLS * graph.rates.launch_s for b in first)
+    return out.free_after, back.fetch_before, out.wait_s + back.wait_s + beside
 
 
 def _needed(graph: JointGraph, saved: set[int]) -> tuple[set[int], set[int], set[int]]:
@@ -211,7 +304,8 @@ def _kernels(graph: JointGraph, order: list[int], leaving: set[int]) -> _Kernels
     nodes: list[int] = []
     kernel_reads: list[tuple[int, ...]] = []
     writes: list[tuple[int, ...]] = []
-    seconds, size, rates = 0.0, graph.bytes, graph.rates
+    seconds: list[float] = []
+    size, rates = graph.bytes, graph.rates
     nothing: frozenset[int] = frozenset()
     for i in order:
         if source[i] != i or (graph.whole[i] in inside):
@@ -237,7 +331,7 @@ def _kernels(graph: JointGraph, order: list[int], leaving: set[int]) -> _Kernels
         kernel_reads.append(tuple(found))
         writes.append(parts or (i,))
         traffic = sum(size[s] for s in found) + sum(size[s] for s in writes[-1])
-        seconds += max(graph.seconds[i], traffic / rates.bytes_per_s) + rates.launch_s
+        seconds.append(max(graph.seconds[i], traffic / rates.bytes_per_s) + rates.launch_s)
     return _Kernels(nodes, kernel_reads, writes, seconds)
 
 
@@ -246,6 +340,8 @@ def _sweep(
     kernels: _Kernels,
     start: set[int],
     stay: set[int],
+    until: Mapping[int, int] = {},
+    since: Mapping[int, int] = {},
 ) -> tuple[list[int], list[Held]]:
     """Bytes at every kernel, and from which to which every buffer is there.
 
@@ -254,8 +350,15 @@ def _sweep(
         kernels: of the forward or the backward.
         start: what is there before the first.
         stay: what is there after the last.
+        until: buffers that go after a kernel, whoever reads them.
+        since: buffers that come before one.
     """
     size = graph.bytes
+    leaving: dict[int, list[int]] = {}
+    arriving: dict[int, list[int]] = {}
+    for places, when in ((leaving, until), (arriving, since)):
+        for b, number in when.items():
+            places.setdefault(number, []).append(b)
     last: dict[int, int] = {}
     for number, found in enumerate(kernels.reads):
         for s in found:
@@ -267,7 +370,10 @@ def _sweep(
     held: list[Held] = []
     steps = zip(kernels.nodes, kernels.reads, kernels.writes, strict=True)
     for number, (i, found, written) in enumerate(steps):
-        dying = [s for s in found if last[s] == number and s in first and s not in stay]
+        for b in arriving.get(number, ()):
+            first[b] = number
+            live += size[b]
+        dying = [s for s in found if last[s] == number and s in first and s not in stay and s not in until]
         over = 0
         for w in written:
             if w in first:
@@ -281,8 +387,11 @@ def _sweep(
             live -= size[s]
             held.append(Held(s, size[s], first.pop(s), number))
         for w in written:
-            if w not in last and w not in stay:
+            if w not in last and w not in stay and w not in until:
                 live -= size[w]
                 held.append(Held(w, size[w], first.pop(w), number))
+        for b in leaving.get(number, ()):
+            live -= size[b]
+            held.append(Held(b, size[b], first.pop(b), number))
     held += [Held(s, size[s], begin, end) for s, begin in first.items()]
     return curve, held

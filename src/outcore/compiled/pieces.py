@@ -14,16 +14,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import fx
-
 from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import StepOfGraph
+from outcore.compiled.offload_graphs import Copies
+from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.search import Frontier, search
-from outcore.compiled.torch_partitioner import Partition
+from outcore.compiled.torch_partitioner import Choice, Partition
+from outcore.errors import OutcoreError
 
-__all__ = ["Piece", "PieceChooser", "choose_together", "peak_of"]
+__all__ = ["Piece", "PieceChooser", "choice_of", "choose_together", "peak_of"]
 
 _COUNTABLE = 4096
+_BLOCK = 512
+"""What is copied out begins at multiples of this."""
 
 
 @dataclass
@@ -99,19 +102,40 @@ def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGrap
     return None if best is None else list(best)
 
 
+def choice_of(graph: JointGraph, chosen: StepOfGraph) -> Choice:
+    """A step as torch's partitioner takes it."""
+
+    def name(number: int | None) -> str | None:
+        return None if number is None else graph.nodes[number].name
+
+    copies = [Copies(graph.nodes[way.value].name, name(way.free_after), name(way.fetch_before)) for way in chosen.ways]
+    return Choice([graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)], tuple(copies))
+
+
 class PieceChooser:
     """Answers torch's partitioner, piece by piece."""
 
     def __init__(
-        self, budget_bytes: int | None, rates: Rates, known: Sequence[Piece] = (), loss_bytes: int = 0
+        self,
+        budget_bytes: int | None,
+        rates: Rates,
+        known: Sequence[Piece] = (),
+        loss_bytes: int = 0,
+        reservation: Reservation | None = None,
+        copies: bool | None = True,
     ) -> None:
         self.budget_bytes, self.rates, self.loss_bytes = budget_bytes, rates, loss_bytes
+        self.copies, self.needs_copies = copies, False
+        """Whether values may leave the device: this is compiled otherwise, so that where it is only found now that
+        nothing else is within the budget (none), compiling ends and begins anew."""
+        self.reservation = reservation
+        """Room for what leaves the device."""
         self.known = list(known)
         """Of a compilation before, with what was chosen for them together."""
         self.pieces: list[Piece] = []
 
-    def __call__(self, partition: Partition) -> list[fx.Node]:
-        """The nodes of a joint graph to save."""
+    def __call__(self, partition: Partition) -> Choice:
+        """What is saved of a joint graph."""
         graph = JointGraph(partition, self.rates)
         names = tuple(node.name for node in graph.nodes)
         number = len(self.pieces)
@@ -119,7 +143,10 @@ class PieceChooser:
         frontier = before.frontier if before is not None else search(graph, loss_bytes=self.loss_bytes)
         chosen = before.chosen if before is not None else self._alone(frontier)
         self.pieces.append(Piece(frontier, chosen, names, sum(graph.is_forward[i] for i in chosen.again)))
-        return [graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)]
+        if self.reservation is not None:
+            sent = [piece.chosen for piece in self.pieces]
+            self.reservation.at_least(sum(p.offloaded_bytes + _BLOCK * len(p.ways) for p in sent))
+        return choice_of(graph, chosen)
 
     def restart(self) -> None:
         """The next piece is the first of a step again: what is compiled once more is chosen as before."""
@@ -129,6 +156,11 @@ class PieceChooser:
     def _alone(self, frontier: Frontier) -> StepOfGraph:
         """The choice for a piece while nothing is known of the next ones."""
         if self.budget_bytes is None:
-            return frontier.points[0]
-        held = sum(piece.chosen.forward_bytes for piece in self.pieces)
-        return frontier.within(self.budget_bytes - held) or frontier.least
+            return (frontier if self.copies else frontier.without_copies()).points[0]
+        room = self.budget_bytes - sum(piece.chosen.forward_bytes for piece in self.pieces)
+        here = frontier if self.copies else frontier.without_copies()
+        chosen = here.within(room)
+        if chosen is None and self.copies is None and frontier.within(room) is not None:
+            self.needs_copies = True
+            raise OutcoreError("only values that leave the device are within the budget")
+        return chosen or here.least

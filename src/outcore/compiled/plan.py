@@ -25,6 +25,8 @@ class CompiledPlan:
     """The smallest peak that was found."""
     measured_bytes: int | None
     """Of a step that was tried before training."""
+    measured_s: float | None
+    """The same step's time, with the loss that was tried; on a GPU."""
     corrected_bytes: int
     """What steps were seen to take beyond the prediction, and is left free."""
     seconds: float
@@ -33,12 +35,16 @@ class CompiledPlan:
     pieces: int
     """Compiled pieces of the model: one, unless Python could not be traced somewhere."""
     saved_bytes: int
+    offloaded_bytes: int
+    """Of the saved bytes, those that leave the device in between."""
     again: int
     """Values of the forward that the backward makes again."""
     compile_s: float
     """What compiling took."""
     chunk_rows: int | None = None
     """Rows of a chunk, where the last layer and its loss run apart in chunks."""
+    graphs: bool = False
+    """Whether forward and backward are CUDA graphs."""
 
     exactness = "reassociated"
 
@@ -62,10 +68,14 @@ class CompiledPlan:
             f"  {format_bytes(self.saved_bytes)} saved for the backward, {self.again} values made again in it; results "
             "are reassociated, and random numbers are those of torch.compile",
         ]
+        if self.offloaded_bytes:
+            lines.append(f"  {format_bytes(self.offloaded_bytes)} of them leave the device until the backward")
         if self.chunk_rows is not None:
             lines.append(
                 f"  the last layer and its loss are not compiled: they run in chunks of {self.chunk_rows} rows"
             )
+        if self.graphs:
+            lines.append("  forward and backward are CUDA graphs; their memory stays reserved between steps")
         if self.measured_bytes is not None:
             lines.append(f"  measured {format_bytes(self.measured_bytes)} in a step before training")
         if self.corrected_bytes:

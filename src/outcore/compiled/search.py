@@ -7,15 +7,22 @@ from values that are themselves dropped. So there are other beginnings: the forw
 crosses from one to the next is saved (Chen et al. 2016, with the cuts where least crosses); and to each of them values
 are added back, from the end of the network, where they are held shortest, to its beginning.
 
+Where the device has a link to a larger memory, what is saved can leave instead of being made again: from each
+beginning the values that are made first, and are away longest, leave first; and in a descent a value at the peak may
+leave or be dropped, whichever costs less for what it frees.
+
 Every step that was judged is a point. The frontier does not depend on the budget, so that a larger budget never gets a
 slower step. Nothing here looks at a clock: the same graph has the same frontier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from outcore.compiled.copy_times import EARLY
 from outcore.compiled.joint_graph import JointGraph
 from outcore.compiled.lifetimes import StepOfGraph, step_of
 
@@ -30,6 +37,10 @@ _STEPS_BACK = 10
 """Parts in which values are added back."""
 _EVALUATIONS = 600_000
 """Nodes times judged steps."""
+_SHARES_AWAY = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+"""Of the bytes that can leave the device."""
+_TRIED_AWAY = 2
+"""Values tried to leave at each step of a descent."""
 
 
 @dataclass
@@ -39,11 +50,17 @@ class Frontier:
     points: list[StepOfGraph] = field(default_factory=list)
     """From the fastest to the smallest."""
     judged: int = 0
+    staying: list[StepOfGraph] = field(default_factory=list)
+    """The same of those steps alone in which every value stays on the device."""
 
     def within(self, budget_bytes: int | None) -> StepOfGraph | None:
         """The fastest step within a budget."""
         fitting = [p for p in self.points if budget_bytes is None or p.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda p: (p.seconds, p.peak_bytes), default=None)
+
+    def without_copies(self) -> Frontier:
+        """The steps in which every value stays on the device."""
+        return Frontier(self.staying or [p for p in self.points if not p.ways], self.judged)
 
     @property
     def least(self) -> StepOfGraph:
@@ -54,16 +71,17 @@ class Frontier:
 class _Search:
     def __init__(self, graph: JointGraph, loss_bytes: int) -> None:
         self.graph, self.loss_bytes = graph, loss_bytes
-        self.seen: dict[frozenset[int], StepOfGraph] = {}
+        self.seen: dict[tuple[frozenset[int], frozenset[int], float], StepOfGraph] = {}
         largest = max((graph.bytes[i] for i in range(len(graph.nodes)) if not graph.given[i]), default=0)
         self.small = int(_SMALL * largest)
         self.limit = max(60, _EVALUATIONS // max(1, len(graph.nodes)))
 
-    def judge(self, saved: Iterable[int]) -> StepOfGraph:
+    def judge(self, saved: Iterable[int], offloaded: frozenset[int] = frozenset(), early: float = EARLY) -> StepOfGraph:
         wanted = frozenset(saved)
-        if wanted not in self.seen:
-            self.seen[wanted] = step_of(self.graph, wanted, loss_bytes=self.loss_bytes)
-        return self.seen[wanted]
+        key = wanted, offloaded, early if offloaded else EARLY
+        if key not in self.seen:
+            self.seen[key] = step_of(self.graph, wanted, offloaded=offloaded, early=key[2], loss_bytes=self.loss_bytes)
+        return self.seen[key]
 
     @property
     def spent(self) -> bool:
@@ -80,8 +98,7 @@ class _Search:
             options = [b for b in there if b not in refused and size[b] > self.small]
             options.sort(key=lambda b: self._price(b) / size[b])
             best: tuple[float, StepOfGraph] | None = None
-            for b in options[:_TRIED]:
-                tried = self.judge(i for i in here.saved if graph.source[i] != b)
+            for tried, b in self._steps_down(here, options[:_TRIED]):
                 gained = float(here.peak_bytes - tried.peak_bytes)
                 if gained <= 0:
                     if self._slack(tried, here) >= 0:
@@ -97,6 +114,36 @@ class _Search:
                 refused.update(options[:_TRIED])
                 continue
             here = best[1]
+
+    def _steps_down(self, here: StepOfGraph, options: list[int]) -> Iterator[tuple[StepOfGraph, int]]:
+        """Steps with less at the peak, each with the buffer that is dropped or leaves."""
+        for b in options:
+            yield self.judge((i for i in here.saved if self.graph.source[i] != b), here.offloaded), b
+        if here.offloaded:
+            for b in self.movable(here)[:_TRIED_AWAY]:
+                yield self.judge(here.saved, here.offloaded | {b}), b
+
+    def movable(self, step: StepOfGraph) -> list[int]:
+        """Buffers that could leave the device and have not, by when they are made."""
+        graph, link = self.graph, self.graph.rates.link
+        if link is None:
+            return []
+        found = {graph.source[i] for i in step.saved if graph.fills[i]} - step.offloaded
+        found -= {graph.source[i] for i in graph.outputs}
+        least = max(link.least_bytes, self.small)
+        return sorted(b for b in found if graph.bytes[b] >= least and not graph.given[b])
+
+    def send_away(self, start: StepOfGraph, earlies: tuple[float, ...] = (EARLY, 0.0)) -> list[StepOfGraph]:
+        """Let what was made first leave the device, in growing shares."""
+        size, found = self.graph.bytes, []
+        values = self.movable(start)
+        total = sum(size[b] for b in values)
+        sums = list(itertools.accumulate(size[b] for b in values))
+        for share in _SHARES_AWAY:
+            chosen = values[: bisect.bisect_right(sums, share * total)]
+            if chosen:
+                found += [self.judge(start.saved, frozenset(chosen), early) for early in earlies]
+        return found
 
     def _slack(self, tried: StepOfGraph, before: StepOfGraph) -> int:
         """What a step that does not lower the peak still adds to it, or takes from what is saved."""
@@ -203,7 +250,24 @@ def search(graph: JointGraph, *, loss_bytes: int = 0) -> Frontier:
     small = [p for p in looking.seen.values() if p.peak_bytes < fast.peak_bytes]
     for start in sorted(small, key=lambda p: p.peak_bytes)[:2]:
         looking.descend(start, 40)
-    return Frontier(_pareto(looking.seen.values()), len(looking.seen))
+    if graph.rates.link is not None:
+        _with_copies(looking, fast, libraries)
+    judged = list(looking.seen.values())
+    return Frontier(_pareto(judged), len(judged), _pareto(p for p in judged if not p.ways))
+
+
+def _with_copies(looking: _Search, *beginnings: StepOfGraph) -> None:
+    """Search on, with values that leave the device: from the beginnings and from what was found without."""
+    looking.limit += len(looking.seen)
+    found = _pareto(looking.seen.values())
+    spread = found[:: max(1, len(found) // 6)]
+    for start in (*beginnings, *spread, found[-1]):
+        if looking.spent:
+            return
+        looking.send_away(start)
+    away = [p for p in _pareto(looking.seen.values()) if p.offloaded]
+    for start in away[:: max(1, len(away) // 4)]:
+        looking.descend(start, 40)
 
 
 def _pareto(points: Iterable[StepOfGraph]) -> list[StepOfGraph]:

@@ -14,12 +14,14 @@ and that do not read an input which the forward overwrites, since its old number
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,12 +32,15 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from outcore.compiled.head_apart import HeadApart, with_head_apart
+from outcore.compiled.offload_graphs import Copies, insert_copies
 from outcore.errors import OutcoreError
 
-__all__ = ["CompilationError", "Partition", "Partitioner", "compile_planned", "support"]
+__all__ = ["Choice", "CompilationError", "Partition", "Partitioner", "compile_planned", "compiling", "support"]
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 _local = threading.local()
+_LIMIT = 256
+"""Ways of calling one function that torch.compile keeps, while ours are made."""
 
 
 class CompilationError(OutcoreError, RuntimeError):
@@ -63,6 +68,17 @@ class Partition:
     """Nodes that Inductor can compute inside the kernel of their reader."""
     torch_choice: Callable[[float], list[fx.Node]]
     """What torch would save, by its own memory budget from 0 to 1."""
+    channels_last: bool = False
+    """Whether Inductor gives convolutions their operands with channels last, by copies where they are not."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the forward hands to the backward."""
+
+    saved: list[fx.Node]
+    copies: tuple[Copies, ...] = ()
+    """Of saved values that leave the device in between."""
 
 
 def support() -> str | None:
@@ -78,11 +94,11 @@ class Partitioner(CustomPartitionerFn):
     """Torch's partitioner with our choice of what is saved; what Inductor's configuration takes.
 
     Args:
-        choose: from a joint graph to the nodes to save.
+        choose: from a joint graph to what is saved.
         asked: what the choice depends on beside the graph, for torch's caches.
     """
 
-    def __init__(self, choose: Callable[[Partition], Sequence[fx.Node]], asked: str = "") -> None:
+    def __init__(self, choose: Callable[[Partition], Choice], asked: str = "") -> None:
         self.choose, self.asked = choose, asked
 
     def __call__(
@@ -94,11 +110,21 @@ class Partitioner(CustomPartitionerFn):
         count: int = kwargs["num_fwd_outputs"]
         _install()
         stack = _local.__dict__.setdefault("stack", [])
-        stack.append((self.choose, count))
+        chosen: list[Choice] = []
+
+        def choose(partition: Partition) -> list[fx.Node]:
+            chosen.append(self.choose(partition))
+            return chosen[-1].saved
+
+        stack.append((choose, count))
         try:
-            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finally:
             stack.pop()
+        if chosen and chosen[-1].copies and insert_copies(forward, backward, chosen[-1].copies):
+            with contextlib.suppress(AttributeError, ImportError, TypeError):  # faster where it can be told
+                _align_reloads()
+        return forward, backward
 
     def uuid(self) -> str:
         """A name for this planner and what it was asked, by which torch's caches tell its graphs from others."""
@@ -126,6 +152,26 @@ def _install() -> None:
 
     choose_saved_values_set._outcore = True  # type: ignore[attr-defined]
     partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def _align_reloads() -> None:
+    """Tell Inductor that what comes back lies at the beginning of a block of memory: what an operation makes of a tensor
+    of the host, the ticket, is taken for unaligned else, and the kernels that read it are slower."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    operation: Any = torch.ops.outcore.reload_wait.default
+    if operation in lowering.lowerings:
+        return
+    lowering.make_fallback(operation, warn=False)
+    lower: Any = lowering.lowerings[operation]
+
+    def lower_aligned(*args: Any, **kwargs: Any) -> Any:
+        result = lower(*args, **kwargs)
+        V.graph.unaligned_buffers.discard(result.get_name())
+        return result
+
+    lowering.lowerings[operation] = lower_aligned
 
 
 def _symbolic(node: fx.Node) -> bool:
@@ -156,7 +202,19 @@ def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]],
         gradients=[node for node in results[count:] if isinstance(node, fx.Node)],
         fusible=frozenset(n for n in graph.nodes if n.op == "call_function" and kinds.is_fusible(n)),
         torch_choice=lambda budget: theirs(graph, info, memory_budget=budget),
+        channels_last=_channels_last(graph),
     )
+
+
+def _channels_last(graph: fx.Graph) -> bool:
+    """Whether Inductor will change the layout of convolutions; not, if this version cannot be asked."""
+    from torch._inductor.graph import GraphLowering
+
+    ask: Any = getattr(GraphLowering, "decide_layout_opt", None)
+    try:
+        return ask is not None and bool(ask(SimpleNamespace(graph=graph), is_inference=False))
+    except (TypeError, AttributeError, KeyError):
+        return False
 
 
 def _overwritten(graph: fx.Graph, inputs: Sequence[fx.Node]) -> frozenset[fx.Node]:
@@ -231,6 +289,21 @@ def compile_planned(
         backend = with_head_apart(backend, head)
     compiled = torch.compile(function, dynamic=False, backend=backend)
     return compiled
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """A context in which torch.compile asks the partitioner, and keeps as many versions as there are."""
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limits = {
+        name: max(_LIMIT, getattr(torch._dynamo.config, name)) for name in names if hasattr(torch._dynamo.config, name)
+    }
+    # Inside DistributedDataParallel the graph is not cut at its buckets: our budget is for the whole.
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(**limits, optimize_ddp=False),
+    ):
+        yield
 
 
 def _inductor(settings: dict[str, Any]) -> Any:

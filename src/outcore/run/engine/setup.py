@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from outcore.compiled.install import is_compiled
 from outcore.errors import EngineError, OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
@@ -60,6 +61,11 @@ def choose_device(given: str | torch.device | None, local_rank: int = 0) -> torc
 def build(source: Job | nn.Module, *, seed: int, lean: bool, bare: bool) -> tuple[nn.Module, nn.Module]:
     """The model, and what is recorded of it; `lean` for a skeleton, `bare` for a model without weights yet."""
     if isinstance(source, nn.Module):
+        if any(is_compiled(module.__dict__.get("forward")) for module in source.modules()):
+            raise EngineError(
+                "this model is under outcore.within(..., compile=True), whose graphs an engine's stages cannot run; "
+                "outcore.release(model) it first, or train it without an engine"
+            )
         return source, source
     if not isinstance(source, Job):
         raise EngineError(f"an engine takes a Job or a torch.nn.Module, not {type(source).__name__}")
