@@ -17,7 +17,7 @@ this step, because torch writes these without counting it. Random ones draw the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -66,7 +66,10 @@ _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "batch_norm": (F.batch_norm, _batch_norm),
     "instance_norm": (F.instance_norm, _instance_norm),
 }
+_NESTED = (tuple, list, slice)
 _DEVICES = ("cpu", "cuda")
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _SMALL = 2**18
 """Bytes up to which a tensor is copied that may be state of the model."""
 
@@ -81,51 +84,63 @@ class Argument:
     __slots__ = ("address", "cell", "geometry", "own", "parameter", "tensor", "trained", "version")
 
     def __init__(
-        self, tensor: torch.Tensor, address: int, cell: ReplayBuffer | None, *, own: bool, moves: bool
+        self,
+        tensor: torch.Tensor,
+        address: int,
+        cell: ReplayBuffer | None,
+        *,
+        own: bool,
+        parameter: bool,
+        moves: bool,
     ) -> None:
-        self.address, self.parameter = address, isinstance(tensor, nn.Parameter)
+        self.address, self.parameter = address, parameter
         self.cell, self.own, self.trained = cell, own, tensor.requires_grad
-        self.version = 0 if tensor.is_inference() else tensor._version
+        self.version = version_of(tensor)
         self.tensor: torch.Tensor | None = None
         self.geometry: Geometry | None = None
         if own or cell is not None:
             self.geometry = Geometry.of(tensor)
         else:
-            self.tensor = tensor if moves and self.parameter else tensor.detach()
+            self.tensor = tensor if moves and parameter else tensor.detach()
 
     def value(self, memory: torch.Tensor | None) -> torch.Tensor:
         """The tensor, for running the call again; `memory` is what the call writes into."""
+        if self.cell is not None:
+            return self.cell.view(self.geometry, self.version)  # type: ignore[arg-type]
         if self.tensor is not None:
             return self.tensor.detach()
-        assert self.geometry is not None
-        if self.own:
-            assert memory is not None
-            empty = torch.empty(0, dtype=self.geometry.dtype, device=memory.device)
-            _, size, stride, offset = self.geometry
-            return empty.set_(memory.untyped_storage(), offset, size, stride)
-        assert self.cell is not None
-        return self.cell.view(self.geometry, self.version)
+        assert self.geometry is not None and memory is not None
+        empty = torch.empty(0, dtype=self.geometry.dtype, device=memory.device)
+        _, size, stride, offset = self.geometry
+        return empty.set_(memory.untyped_storage(), offset, size, stride)
 
-    def check(self) -> None:
-        """Refuse to use what was written in place since."""
+    def refuse(self) -> NoReturn:
+        """It was written in place since."""
         assert self.tensor is not None
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of {list(self.tensor.shape)} was modified by an inplace operation between forward and "
-                "backward, and outcore makes a value that backward needs from it; modify a copy, or exclude that value "
-                "with plan={name: 'keep'}"
-            )
+        raise RuntimeError(
+            f"a tensor of {list(self.tensor.shape)} was modified by an inplace operation between forward and "
+            "backward, and outcore makes a value that backward needs from it; modify a copy, or exclude that value "
+            "with plan={name: 'keep'}"
+        )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place; tensors of inference mode do not count it."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 class RecordedCall:
     """One call, to be run again without autograd."""
 
-    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "states", "target")
+    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "nested", "states", "target")
 
     def __init__(
         self,
         target: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: Mapping[str, Any],
         arguments: Sequence[Argument],
         *,
@@ -134,7 +149,11 @@ class RecordedCall:
     ) -> None:
         self.target, self.args, self.kwargs, self.arguments = target, args, kwargs, arguments
         self.folds, self.states = folds, states
-        self.autocast = _autocast_modes()
+        self.nested = folds or bool(kwargs)
+        for template in args:
+            if type(template) in _NESTED:
+                self.nested = True
+        self.autocast = _autocast_modes() if _any_autocast() else ()
 
     def run(self, memory: torch.Tensor | None = None, traffic: ParamResidency | None = None) -> Any:
         """Run it again; returns what it returns, without autograd.
@@ -147,12 +166,21 @@ class RecordedCall:
             buckets = (traffic.bucket_of.get(id(a.tensor)) for a in self.arguments if a.tensor is not None)
             traffic.fetch(*dict.fromkeys(bucket for bucket in buckets if bucket is not None), backward=True)
         for argument in self.arguments:  # parameters of a layer are among them, though not among what it is given
-            if argument.tensor is not None:
-                argument.check()
-        args = [self._filled(a, memory) for a in self.args]
-        kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()} if self.kwargs else {}
-        if not (self.folds or self.states or self.autocast or torch.is_grad_enabled() or _any_autocast()):
-            return self.target(*args, **kwargs)  # as most are: what follows takes longer than a small operation
+            if argument.tensor is not None and version_of(argument.tensor) != argument.version:
+                argument.refuse()
+        if self.nested:
+            args = [self._filled(a, memory) for a in self.args]
+            kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()}
+        else:
+            args, kwargs = [a.value(memory) if type(a) is Argument else a for a in self.args], {}
+        if not (self.states or self.autocast or _any_autocast()):  # what follows takes longer than a small operation
+            if torch.is_grad_enabled() is self.folds:
+                return self.target(*args, **kwargs)
+            _set_grad_enabled(self.folds)
+            try:
+                return self.target(*args, **kwargs)
+            finally:
+                _set_grad_enabled(not self.folds)
         with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states):
             return self.target(*args, **kwargs)
 
@@ -176,19 +204,15 @@ class RecordedCall:
         return template
 
 
-def _any_autocast() -> bool:
-    return bool(torch._C._is_any_autocast_enabled())
-
-
 def _autocast_modes() -> tuple[tuple[str, bool, torch.dtype], ...]:
     """The devices that compute in another type here and now."""
-    if not _any_autocast():
-        return ()
     return tuple((d, True, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
 
 
 class _Holder:
     """Holds the arguments of one call."""
+
+    __slots__ = ("at", "found", "given", "moves", "own")
 
     def __init__(
         self,
@@ -222,22 +246,23 @@ class _Holder:
             raise NotRepeatable(str(tensor.layout))
         address = tensor.untyped_storage().data_ptr()
         cell = self.at.get(address)
-        own = cell is not None and cell is self.own
-        if cell is None and self._may_be_state(tensor) and address not in self.given():
-            tensor = over(raw(tensor).clone(), Geometry.of(tensor))
-            address = tensor.untyped_storage().data_ptr()
-        argument = Argument(tensor, address, None if own else cell, own=own, moves=self.moves)
+        plain = type(tensor) is torch.Tensor
+        if cell is None:
+            if plain and not tensor.requires_grad and _may_be_state(tensor) and address not in self.given():
+                tensor = over(raw(tensor).clone(), Geometry.of(tensor))
+                address = tensor.untyped_storage().data_ptr()
+            own = False
+        elif own := cell is self.own:
+            cell = None
+        parameter = not plain and isinstance(tensor, nn.Parameter)
+        argument = Argument(tensor, address, cell, own=own, parameter=parameter, moves=self.moves)
         self.found.append(argument)
         return argument
 
-    @staticmethod
-    def _may_be_state(tensor: torch.Tensor) -> bool:
-        return (
-            not tensor.requires_grad
-            and type(tensor) is torch.Tensor
-            and 0 < tensor.untyped_storage().nbytes() <= _SMALL
-            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        )
+
+def _may_be_state(tensor: torch.Tensor) -> bool:
+    small = 0 < tensor.untyped_storage().nbytes() <= _SMALL
+    return small and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def _nothing() -> Collection[int]:
@@ -250,7 +275,6 @@ def record_function(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     at: Mapping[int, ReplayBuffer],
-    *,
     own: ReplayBuffer | None = None,
     moves: bool = False,
     states: States | None = None,
@@ -270,7 +294,7 @@ def record_function(
         given: addresses of the storages that the model was called with.
     """
     kind = again(name)
-    if kind is None or name in _FROM_HOST or "out" in kwargs or kwargs.get("max_norm") is not None:
+    if kind is None or name in _FROM_HOST or (kwargs and ("out" in kwargs or kwargs.get("max_norm") is not None)):
         return None
     target: Callable[..., Any] = func
     holder = _Holder(at, own, moves=moves, given=given)
@@ -280,7 +304,7 @@ def record_function(
         target = _NORMS[name][1]
         args, kwargs = _with_own_statistics(args, kwargs)
     try:
-        template = tuple([holder.held(a) for a in args])
+        template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
     except NotRepeatable:
         return None
@@ -302,7 +326,6 @@ def record_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     at: Mapping[int, ReplayBuffer],
-    *,
     own: ReplayBuffer | None = None,
     moves: bool = False,
     states: States | None = None,
@@ -311,11 +334,11 @@ def record_module(
     """Hold a call of a layer, before it happens, with the layer's attributes as they are now; see `record_function`."""
     name = type(module).__name__
     kind = again(name)
-    if kind is None or getattr(module, "max_norm", None) is not None:
+    if kind is None or module.__dict__.get("max_norm") is not None:
         return None
     holder = _Holder(at, own, moves=moves, given=given)
     try:
-        template = tuple([holder.held(a) for a in args])
+        template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
         layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=name in FOLDING)
     except NotRepeatable:
