@@ -103,7 +103,7 @@ class SavedHandle:
         handle = cls.__new__(cls)
         handle.tensor = handle.device = handle.like = None
         handle.cell, handle.position = cell, position
-        handle.geometry = Geometry.of(tensor)
+        handle.geometry = _tuple_new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
         handle.version = cell.version = tensor._version
         cell.saved = True
         cell.uses += 1

@@ -40,13 +40,12 @@ from outcore.memory.encode.pool_positions import PoolWindow, window_of_call
 from outcore.memory.offload.backends import Backend
 from outcore.memory.saved_tensors.module_calls import call_module, current_watcher, unwatched, watched
 from outcore.memory.saved_tensors.policy_table import CallPlan, ModulePlans, PolicyTable
-from outcore.memory.saved_tensors.recompute import RecordedCall, generators_of, record_function, record_module
+from outcore.memory.saved_tensors.recompute import record
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
 from outcore.memory.saved_tensors.saved_buffers import SavedBuffers, tensors_in, unpack
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
-    from outcore.memory.saved_tensors.saved_buffer import SavedBuffer
 
 __all__ = ["LiveForward", "is_looked_at"]
 
@@ -147,32 +146,35 @@ class LiveForward(TorchFunctionMode):
             self._counts[node] = count + 1
             plan = node.calls.get(count) if node.type is type(module) else None
         own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or "forward" in own:
-            if "forward" in own or hooks_of(module):
-                return self._beside(plan, call_module, (module, *args), kwargs)
-            direct = False
-        else:
-            direct = not (own["_backward_pre_hooks"] or "_compiled_call_impl" in own or _hooked_everywhere())
-        if _stack_depth() != self._depth:  # somebody else's mode is on top
-            return self._aside(self._on_leaf, (plan, module, direct, args, kwargs), {})
-        _pop_mode()
+        direct = not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or "_compiled_call_impl" in own
+            or _modules._global_forward_hooks
+            or _modules._global_forward_pre_hooks
+            or _modules._global_backward_hooks
+            or _modules._global_backward_pre_hooks
+        )
+        if not direct and ("forward" in own or hooks_of(module)):
+            return self._beside(plan, call_module, (module, *args), kwargs)
+        writes = "inplace" in own and bool(own["inplace"])
+        mine = _stack_depth() == self._depth  # nobody else's mode is on top
+        if mine:
+            _pop_mode()
         self._quiet += 1
         try:
-            return self._on_leaf(plan, module, direct, args, kwargs)
+            if plan is not None:
+                return self._managed(plan, plan.type, None if direct else call_module, module, args, kwargs, writes)
+            if writes and args:
+                self.buffers.about_to_write(args[0])
+            return module.forward(*args, **kwargs) if direct else call_module(module, *args, **kwargs)
         finally:
             self._quiet -= 1
-            _push_mode(self)
-
-    def _on_leaf(
-        self, plan: CallPlan | None, module: nn.Module, direct: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A module that is one call; `direct` if nothing but its forward would run."""
-        writes = bool(module.__dict__.get("inplace"))
-        if plan is not None:
-            return self._managed(plan, plan.type, None if direct else call_module, module, args, kwargs, writes)
-        if writes and args:
-            self.buffers.about_to_write(args[0])
-        return module.forward(*args, **kwargs) if direct else call_module(module, *args, **kwargs)
+            if mine:
+                _push_mode(self)
 
     def _on_container(self, node: ModulePlans, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module that is more than one call, or of which only the outside is known."""
@@ -302,7 +304,11 @@ class LiveForward(TorchFunctionMode):
                 return lazy
         if written is not None:
             own = buffers.at.get(written.untyped_storage().data_ptr())
-        call = self._recorded(plan, name, run, module, args, kwargs, own) if plan.records else None
+        call = None
+        if plan.records:
+            call = record(run, name, module, args, kwargs, buffers.at, own, self.keeper is not None, self._given)
+            if call is not None and self._sharded and any(a.parameter for a in call.arguments):
+                call = None
         if written is not None:
             buffers.about_to_write(written, by=own if call is not None else None)
         window = None
@@ -336,27 +342,6 @@ class LiveForward(TorchFunctionMode):
             buffers.after(plan, result)
         return result
 
-    def _recorded(
-        self,
-        plan: CallPlan,
-        name: str,
-        run: Callable[..., Any],
-        module: nn.Module | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        own: SavedBuffer | None,
-    ) -> RecordedCall | None:
-        """The call that is about to run, held so that it can run again."""
-        states = generators_of(args, kwargs) if plan.draws else None
-        moves = self.keeper is not None
-        if module is None:
-            call = record_function(run, name, args, kwargs, self.buffers.at, own, moves, states, self._given)
-        else:
-            call = record_module(module, args, kwargs, self.buffers.at, own, moves, states, self._given)
-        if call is not None and self._sharded and any(a.parameter for a in call.arguments):
-            return None
-        return call
-
     @staticmethod
     def _by_signs_or_positions(
         plan: CallPlan,
@@ -383,16 +368,6 @@ class LiveForward(TorchFunctionMode):
 def _top_hooks() -> Any:
     """The hooks on saved tensors that are in force."""
     return _autograd._top_saved_tensors_default_hooks(True)
-
-
-def _hooked_everywhere() -> bool:
-    """Whether there are hooks on all modules."""
-    return bool(
-        _modules._global_forward_hooks
-        or _modules._global_forward_pre_hooks
-        or _modules._global_backward_hooks
-        or _modules._global_backward_pre_hooks
-    )
 
 
 def _takes_short_cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -24,7 +24,6 @@ from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.memory.replay.compile_policies import room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
-from outcore.ops.recomputable import again
 from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.policies import KEEP, Keep, Policy, Recompute
 from outcore.program.script import Script
@@ -84,8 +83,6 @@ class CallPlan:
     """What autograd keeps of it are whole values, which belong to a cell as soon as they are saved."""
     ends: bool = False
     """Something leaves after it, or backward stops before it."""
-    draws: bool = False
-    """It draws random numbers."""
     special: bool = False
     """It does not run as it is, or only after a look at its arguments: in chunks, or keeping signs or positions."""
 
@@ -242,7 +239,6 @@ class _Compiler:
         for name, plan in self.calls.items():
             norm = plan.records and plan.type in NORMS  # whose statistics are wanted
             plan.direct = not (plan.derived or plan.shape_only or plan.signs)
-            plan.draws = again(plan.type) == "random"
             plan.ends = bool(plan.stops or plan.counted or plan.leaving or plan.released)
             plan.special = bool(plan.rows_per_chunk or plan.windows or plan.signs)
             plan.hooked = bool(plan.saves or plan.derived or plan.shape_only or norm)

@@ -17,7 +17,7 @@ this step, because torch writes these without counting it. Random ones draw the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
     from outcore.memory.replay.replay_buffer import ReplayBuffer
 
-__all__ = ["Argument", "RecordedCall", "cast_of", "generators_of", "record_function", "record_module"]
+__all__ = ["Argument", "RecordedCall", "cast_of", "record", "version_of"]
 
 _ATOMS = frozenset(
     {
@@ -66,9 +66,10 @@ _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "batch_norm": (F.batch_norm, _batch_norm),
     "instance_norm": (F.instance_norm, _instance_norm),
 }
-_NESTED = (tuple, list, slice)
 _DEVICES = ("cpu", "cuda")
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_new: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple without calling Python."""
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _SMALL = 2**18
 """Bytes up to which a tensor is copied that may be state of the model."""
@@ -78,40 +79,32 @@ class NotRepeatable(Exception):  # noqa: N818 - a signal inside this package, ne
     """A call has an argument that cannot be held."""
 
 
-class Argument:
+class Argument(NamedTuple):
     """A tensor among the arguments of a call."""
 
-    __slots__ = ("address", "cell", "geometry", "own", "parameter", "tensor", "trained", "version")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        address: int,
-        cell: ReplayBuffer | None,
-        *,
-        own: bool,
-        parameter: bool,
-        moves: bool,
-    ) -> None:
-        self.address, self.parameter = address, parameter
-        self.cell, self.own, self.trained = cell, own, tensor.requires_grad
-        self.version = version_of(tensor)
-        self.tensor: torch.Tensor | None = None
-        self.geometry: Geometry | None = None
-        if own or cell is not None:
-            self.geometry = Geometry.of(tensor)
-        else:
-            self.tensor = tensor if moves and parameter else tensor.detach()
+    address: int
+    """Of its storage."""
+    cell: ReplayBuffer | None
+    """The managed buffer that it is a view of, if it is one."""
+    geometry: Geometry | None
+    own: bool
+    """It is what the call writes into."""
+    parameter: bool
+    tensor: torch.Tensor | None
+    """As it is, where it is in no managed buffer."""
+    trained: bool
+    version: int
 
     def value(self, memory: torch.Tensor | None) -> torch.Tensor:
         """The tensor, for running the call again; `memory` is what the call writes into."""
-        if self.cell is not None:
-            return self.cell.view(self.geometry, self.version)  # type: ignore[arg-type]
-        if self.tensor is not None:
-            return self.tensor.detach()
-        assert self.geometry is not None and memory is not None
-        empty = torch.empty(0, dtype=self.geometry.dtype, device=memory.device)
-        _, size, stride, offset = self.geometry
+        _, cell, geometry, _, _, tensor, _, version = self
+        if cell is not None:
+            return cell.view(geometry, version)  # type: ignore[arg-type]
+        if tensor is not None:
+            return tensor.detach()
+        assert geometry is not None and memory is not None
+        dtype, size, stride, offset = geometry
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), offset, size, stride)
 
     def refuse(self) -> NoReturn:
@@ -143,16 +136,14 @@ class RecordedCall:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         arguments: Sequence[Argument],
-        *,
         folds: bool,
-        states: States,
+        states: States | None,
+        nested: bool,
     ) -> None:
         self.target, self.args, self.kwargs, self.arguments = target, args, kwargs, arguments
         self.folds, self.states = folds, states
-        self.nested = folds or bool(kwargs)
-        for template in args:
-            if type(template) in _NESTED:
-                self.nested = True
+        self.nested = nested or folds or bool(kwargs)
+        """Whether tensors stand elsewhere than among the arguments, or are to require gradients."""
         self.autocast = _autocast_modes() if _any_autocast() else ()
 
     def run(self, memory: torch.Tensor | None = None, traffic: ParamResidency | None = None) -> Any:
@@ -181,7 +172,7 @@ class RecordedCall:
                 return self.target(*args, **kwargs)
             finally:
                 _set_grad_enabled(not self.folds)
-        with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states):
+        with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states or {}):
             return self.target(*args, **kwargs)
 
     def _changed(self) -> list[tuple[str, bool, torch.dtype]]:
@@ -212,50 +203,53 @@ def _autocast_modes() -> tuple[tuple[str, bool, torch.dtype], ...]:
 class _Holder:
     """Holds the arguments of one call."""
 
-    __slots__ = ("at", "found", "given", "moves", "own")
+    __slots__ = ("at", "found", "given", "moves", "nested", "own")
 
     def __init__(
         self,
         at: Mapping[int, ReplayBuffer],
         own: ReplayBuffer | None,
-        *,
         moves: bool,
         given: Callable[[], Collection[int]],
     ) -> None:
         self.at, self.own, self.moves, self.given = at, own, moves, given
         self.found: list[Argument] = []
+        self.nested = False
 
     def held(self, value: Any) -> Any:
         """A template of an argument."""
         kind = type(value)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            return self.tensor(value, kind is nn.Parameter)
         if kind in _ATOMS:
             return value
-        if kind is torch.Tensor or kind is nn.Parameter:
-            return self.tensor(value)
         if kind is tuple or kind is list:
+            self.nested = True
             return kind([self.held(v) for v in value])
         if kind is slice:
+            self.nested = True
             return slice(*(self.held(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, np.generic):
             return value
         raise NotRepeatable(kind.__name__)
 
-    def tensor(self, tensor: torch.Tensor) -> Argument:
+    def tensor(self, tensor: torch.Tensor, parameter: bool) -> Argument:
         """One tensor."""
         if tensor.layout is not torch.strided:
             raise NotRepeatable(str(tensor.layout))
-        address = tensor.untyped_storage().data_ptr()
-        cell = self.at.get(address)
-        plain = type(tensor) is torch.Tensor
-        if cell is None:
-            if plain and not tensor.requires_grad and _may_be_state(tensor) and address not in self.given():
+        address, geometry, own, held = tensor.untyped_storage().data_ptr(), None, False, None
+        trained = tensor.requires_grad
+        if (cell := self.at.get(address)) is not None:
+            geometry = _new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+            if own := cell is self.own:
+                cell = None
+        else:
+            if not trained and not parameter and _may_be_state(tensor) and address not in self.given():
                 tensor = over(raw(tensor).clone(), Geometry.of(tensor))
                 address = tensor.untyped_storage().data_ptr()
-            own = False
-        elif own := cell is self.own:
-            cell = None
-        parameter = not plain and isinstance(tensor, nn.Parameter)
-        argument = Argument(tensor, address, cell, own=own, parameter=parameter, moves=self.moves)
+            held = tensor if self.moves and parameter else tensor.detach()
+        version = version_of(tensor)
+        argument: Argument = _new(Argument, (address, cell, geometry, own, parameter, held, trained, version))
         self.found.append(argument)
         return argument
 
@@ -269,46 +263,52 @@ def _nothing() -> Collection[int]:
     return ()
 
 
-def record_function(
-    func: Callable[..., Any],
+def record(
+    run: Callable[..., Any],
     name: str,
+    module: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     at: Mapping[int, ReplayBuffer],
     own: ReplayBuffer | None = None,
     moves: bool = False,
-    states: States | None = None,
     given: Callable[[], Collection[int]] = _nothing,
 ) -> RecordedCall | None:
-    """Hold a call of a function, before it happens; none if it cannot be repeated.
+    """Hold a call before it happens, a layer with its attributes as they are now; none if it cannot be repeated.
 
     Args:
-        func: what is called.
-        name: what the table of operations calls it.
+        run: the function that is called.
+        name: what the table of operations calls it, or the class of the layer.
+        module: the layer that is called, if it is one.
         args: of the call.
         kwargs: of the call.
         at: address of a storage -> the managed buffer in it.
         own: the buffer that the call is about to write into, if it is one.
         moves: whether parameters change their memory between calls.
-        states: of the generators it draws from.
         given: addresses of the storages that the model was called with.
     """
     kind = again(name)
     if kind is None or name in _FROM_HOST or (kwargs and ("out" in kwargs or kwargs.get("max_norm") is not None)):
         return None
-    target: Callable[..., Any] = func
-    holder = _Holder(at, own, moves=moves, given=given)
-    if kind == "statistics":
-        if name not in _NORMS or func is not _NORMS[name][0]:
+    states = generators_of(args, kwargs) if kind == "random" else None
+    folds = name in FOLDING
+    holder = _Holder(at, own, moves, given)
+    if kind == "statistics" and module is None:
+        if name not in _NORMS or run is not _NORMS[name][0]:
             return None
-        target = _NORMS[name][1]
+        run = _NORMS[name][1]
         args, kwargs = _with_own_statistics(args, kwargs)
     try:
         template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
-        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
+        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if module is not None:
+            if module.__dict__.get("max_norm") is not None:
+                return None
+            layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=folds)
+            run = _Normalised(layer) if kind == "statistics" else layer.forward
     except NotRepeatable:
         return None
-    return RecordedCall(target, template, named, holder.found, folds=name in FOLDING, states=states or {})
+    return RecordedCall(run, template, named, holder.found, folds, states, holder.nested)
 
 
 def _with_own_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -319,32 +319,6 @@ def _with_own_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
 
     named = {k: own(v) if k in ("running_mean", "running_var") else v for k, v in kwargs.items()}
     return (*args[:1], *(own(a) for a in args[1:3]), *args[3:]), named
-
-
-def record_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    at: Mapping[int, ReplayBuffer],
-    own: ReplayBuffer | None = None,
-    moves: bool = False,
-    states: States | None = None,
-    given: Callable[[], Collection[int]] = _nothing,
-) -> RecordedCall | None:
-    """Hold a call of a layer, before it happens, with the layer's attributes as they are now; see `record_function`."""
-    name = type(module).__name__
-    kind = again(name)
-    if kind is None or module.__dict__.get("max_norm") is not None:
-        return None
-    holder = _Holder(at, own, moves=moves, given=given)
-    try:
-        template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
-        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
-        layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=name in FOLDING)
-    except NotRepeatable:
-        return None
-    target = _Normalised(layer) if kind == "statistics" else layer.forward
-    return RecordedCall(target, template, named, holder.found, folds=name in FOLDING, states=states or {})
 
 
 def _as_it_is(module: nn.Module, holder: _Holder, *, statistics: bool, folds: bool) -> nn.Module:
@@ -366,7 +340,7 @@ def _weight(parameter: torch.Tensor | None, holder: _Holder, *, folds: bool) -> 
     """A parameter as a layer's copy has it, checked for writes before the layer runs again."""
     if parameter is None:
         return None
-    argument = holder.tensor(parameter)
+    argument = holder.tensor(parameter, isinstance(parameter, nn.Parameter))
     if argument.tensor is None or holder.moves:
         return parameter
     return argument.tensor.requires_grad_(parameter.requires_grad) if folds else argument.tensor
@@ -384,12 +358,12 @@ def cast_of(
     tensor = dict(leaves((args, kwargs), torch.Tensor)).get(path)
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter):
         return None
-    holder = _Holder(at, None, moves=moves, given=_nothing)
+    holder = _Holder(at, None, moves, _nothing)
     try:
-        holder.tensor(tensor)
+        holder.tensor(tensor, type(tensor) is nn.Parameter)
     except NotRepeatable:
         return None
-    return RecordedCall(torch.Tensor.to, (), {}, holder.found, folds=False, states={})
+    return RecordedCall(torch.Tensor.to, (), {}, holder.found, False, None, False)
 
 
 def generators_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> States:

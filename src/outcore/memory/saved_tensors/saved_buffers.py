@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ORDINARY", "SavedBuffers", "tensors_in", "unpack"]
 
 ORDINARY = (torch.Tensor, nn.Parameter)
+_new: Any = tuple.__new__
+"""Makes a named tuple without calling Python."""
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 
 
@@ -50,7 +52,7 @@ class SavedBuffers:
         """Buffers that were offloaded."""
         self.at: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
-        self.plan: CallPlan | None = None
+        self.plan: CallPlan
         """Of the call that is running."""
         self.pending: list[SavedHandle] = []
         """What autograd has saved of it and is in no cell yet."""
@@ -94,12 +96,12 @@ class SavedBuffers:
         kind = type(tensor)
         if kind not in ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
             return tensor.detach()
-        if self.keeper is not None and (borrowed := self.keeper.claim(tensor)) is not None:
-            self.pending.append(borrowed)  # it counts among what the call keeps
-            return borrowed
-        plan = self.plan
-        if plan is not None and plan.direct:
-            if kind is not torch.Tensor:
+        if self.keeper is not None:
+            if (borrowed := self.keeper.claim(tensor)) is not None:
+                self.pending.append(borrowed)  # it counts among what the call keeps
+                return borrowed
+        elif (plan := self.plan).direct:
+            if kind is nn.Parameter:
                 return SavedHandle(tensor)
             cell = self.at.get(tensor.untyped_storage().data_ptr())
             if cell is not None and cell.policy.codec != "sign":
@@ -121,7 +123,8 @@ class SavedBuffers:
         if again and (call is None or storage.nbytes() != tensor.nbytes):
             policy, again = KEEP, False
         cell = self._cells[plan.name] = self.at[address] = SavedBuffer(plan.name, policy, self)
-        cell.path, cell.lay, cell.memory = path, Geometry.of(tensor), tensor.detach()
+        cell.path, cell.memory = path, tensor.detach()
+        cell.lay = _new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
         if again:
             assert call is not None
             if not call.arguments and name in _FACTORIES:
