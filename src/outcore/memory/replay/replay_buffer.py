@@ -13,9 +13,9 @@ cells they are recomputed from. A graph that is never differentiated takes its m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -43,7 +43,10 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The layout of a tensor."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _tuple_new(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
+_tuple_new: Any = tuple.__new__
 
 
 def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -93,6 +96,18 @@ class SavedHandle:
         self.device: torch.device | None = None
         self.like: weakref.ref[ReplayBuffer] | None = None
         self.position = 0
+
+    @classmethod
+    def to(cls, cell: ReplayBuffer, tensor: torch.Tensor, position: int) -> SavedHandle:
+        """A handle of a tensor in the memory of a cell, which restores it."""
+        handle = cls.__new__(cls)
+        handle.tensor = handle.device = handle.like = None
+        handle.cell, handle.position = cell, position
+        handle.geometry = _tuple_new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        handle.version = cell.version = tensor._version
+        cell.saved = True
+        cell.uses += 1
+        return handle
 
     def point_to(self, cell: ReplayBuffer, position: int) -> None:
         """Drop the tensor; the cell restores its memory from now on."""
@@ -229,9 +244,7 @@ class ReplayBuffer:
         """A tensor in its memory, which is restored if it must be; `version` is that of the memory when it was
         saved."""
         if self.spoiled or (self.memory is not None and not self.away and self.memory._version != self.version):
-            raise RuntimeError(
-                f"{self.name}, which is needed for gradient computation, has been modified by an inplace operation"
-            )
+            self._refuse()
         memory = self.memory if self.memory is not None else self.bring_back()
         tensor = over(memory, geometry, self.dtype)
         self.asked += 1
@@ -240,6 +253,11 @@ class ReplayBuffer:
             if self.away:
                 self.memory = None
         return tensor
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name}, which is needed for gradient computation, has been modified by an inplace operation"
+        )
 
     def bring_back(self) -> torch.Tensor:
         """Restore the memory and keep it for later uses."""
@@ -303,7 +321,8 @@ def _fills(tensor: torch.Tensor) -> bool:
 
 def graph_is_kept() -> bool:
     """Whether the running backward keeps the graph (`retain_graph`)."""
-    autograd: Any = torch._C._autograd
-    if torch._C._current_graph_task_id() == -1:
-        return True
-    return bool(autograd._get_current_graph_task_keep_graph())
+    return _task_id() == -1 or bool(_keeps_graph())
+
+
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]

@@ -8,14 +8,17 @@ number of boxes in a detection target, a step counter or a flag do not matter.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["CallSize"]
+__all__ = ["CallSize", "RememberedParameters"]
 
 _SHARE = 0.02
 """Tensors of less than this share of the input are not looked at."""
@@ -32,15 +35,13 @@ class CallSize:
     """Parameters that require a gradient."""
 
     @classmethod
-    def of(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Sequence[torch.Tensor], device: str
-    ) -> CallSize:
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], trained: int, device: str) -> CallSize:
         """Of a call.
 
         Args:
             args: positional arguments.
             kwargs: keyword arguments.
-            parameters: of the model.
+            trained: how many of the model's parameters require a gradient.
             device: type of the device the model is on.
         """
         found: list[torch.Tensor] = []
@@ -50,7 +51,7 @@ class CallSize:
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in found if t.numel() >= least)
         devices = dict.fromkeys(("cpu", device))
         autocast = tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
-        return cls(shapes, autocast, sum([p.requires_grad for p in parameters]))
+        return cls(shapes, autocast, trained)
 
     @property
     def elements(self) -> int:
@@ -83,7 +84,33 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     elif isinstance(tree, (tuple, list)):
         for value in tree:
             _collect(value, found)
-    elif (attributes := getattr(tree, "__dict__", None)) and not isinstance(tree, torch.nn.Module):
+    elif (attributes := getattr(tree, "__dict__", None)) and not isinstance(tree, nn.Module):
         for value in attributes.values():
             if isinstance(value, (torch.Tensor, tuple, list, Mapping)):
                 _collect(value, found)
+
+
+class RememberedParameters:
+    """The parameters of a model: walking over its modules takes as long as many of its calls."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[nn.Parameter]] = []
+
+    def of(self, model: nn.Module) -> list[nn.Parameter]:
+        """All of them; looked up again when one is gone."""
+        found = [p for reference in self._known if (p := reference()) is not None]
+        if not found or len(found) < len(self._known):
+            found = list(model.parameters())
+            self._known = [weakref.ref(p) for p in found]
+        return found
+
+    def trained(self, model: nn.Module) -> int:
+        """How many require a gradient."""
+        if self._known:
+            with contextlib.suppress(AttributeError):  # one of them is gone
+                return sum([reference().requires_grad for reference in self._known])  # type: ignore[union-attr]
+        return sum([p.requires_grad for p in self.of(model)])
+
+    def first(self) -> nn.Parameter | None:
+        """The first that is remembered."""
+        return self._known[0]() if self._known else None

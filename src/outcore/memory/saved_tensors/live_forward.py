@@ -36,14 +36,13 @@ from outcore.graph.structure import leaves
 from outcore.memory.chunked_loss.lazy_rows import lazily
 from outcore.memory.encode.bitmask_relu import rectified_by_bits
 from outcore.memory.encode.byte_index_pool import pooled_by_bytes
-from outcore.memory.encode.pool_positions import window_of_call
+from outcore.memory.encode.pool_positions import PoolWindow, window_of_call
 from outcore.memory.offload.backends import Backend
 from outcore.memory.saved_tensors.module_calls import call_module, current_watcher, unwatched, watched
-from outcore.memory.saved_tensors.policy_table import CallPlan, PolicyTable
-from outcore.memory.saved_tensors.recompute import RecordedCall, generators_of, record_function, record_module
+from outcore.memory.saved_tensors.policy_table import CallPlan, ModulePlans, PolicyTable
+from outcore.memory.saved_tensors.recompute import record
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
 from outcore.memory.saved_tensors.saved_buffers import SavedBuffers, tensors_in, unpack
-from outcore.ops.recomputable import again
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
@@ -56,7 +55,9 @@ _SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAt
 """Layers that compute in another way where nothing is to be differentiated, unless somebody looks at functions."""
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 _HARMLESS = {"requires_grad_", "retain_grad"}
+_modules: Any = nn.modules.module
 _autograd: Any = torch._C._autograd
+_push_hooks, _pop_hooks = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
 _torch_c: Any = torch._C
 _stack_depth, _pop_mode, _push_mode = (
     _torch_c._len_torch_function_stack,
@@ -85,7 +86,7 @@ class LiveForward(TorchFunctionMode):
         self.buffers = SavedBuffers(table, tier, keeper)
         self.met = 0
         """Planned calls that came."""
-        self._node = table.root
+        self._node, self._nodes = table.root, table.nodes
         self._counts: dict[object, int] = {}
         self._quiet = 0
         """Inside a call that is one step of the plan."""
@@ -135,40 +136,58 @@ class LiveForward(TorchFunctionMode):
 
     def on_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
-        node = self.table.nodes.get(id(module))
-        if self._quiet or node is None or node.module() is not module:
+        if self._quiet or (node := self._nodes.get(id(module))) is None or node.module() is not module:
             return call_module(module, *args, **kwargs)
-        if node.kind == "container":
-            if isinstance(module, _SHORT_CUTS) and _takes_short_cut(module, args, kwargs):
-                return self._aside(call_module, (module, *args), kwargs)
-            before, self._node = (self._node, self._sharded), node
-            self._sharded |= node.type is not type(module)
-            try:
-                return call_module(module, *args, **kwargs)
-            finally:
-                self._node, self._sharded = before
-        if node.kind == "opaque":
-            return self._aside(call_module, (module, *args), kwargs, compiled=True)
+        if node.kind != "module":
+            return self._on_container(node, module, args, kwargs)
         plan = None
         if node.calls:
             count = self._counts.get(node, 0)
             self._counts[node] = count + 1
             plan = node.calls.get(count) if node.type is type(module) else None
         own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or "forward" in own:
-            if "forward" in own or hooks_of(module):
-                return self._beside(plan, call_module, (module, *args), kwargs)
-        if plan is not None:
-            return self._aside(self._managed, (plan, plan.type, call_module, module, args, kwargs), {})
-        if own.get("inplace") and args:
-            self.buffers.about_to_write(args[0])
-        if _stack_depth() != self._depth:  # somebody else's mode is on top
+        direct = not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or "_compiled_call_impl" in own
+            or _modules._global_forward_hooks
+            or _modules._global_forward_pre_hooks
+            or _modules._global_backward_hooks
+            or _modules._global_backward_pre_hooks
+        )
+        if not direct and ("forward" in own or hooks_of(module)):
+            return self._beside(plan, call_module, (module, *args), kwargs)
+        writes = "inplace" in own and bool(own["inplace"])
+        mine = _stack_depth() == self._depth  # nobody else's mode is on top
+        if mine:
+            _pop_mode()
+        self._quiet += 1
+        try:
+            if plan is not None:
+                return self._managed(plan, plan.type, None if direct else call_module, module, args, kwargs, writes)
+            if writes and args:
+                self.buffers.about_to_write(args[0])
+            return module.forward(*args, **kwargs) if direct else call_module(module, *args, **kwargs)
+        finally:
+            self._quiet -= 1
+            if mine:
+                _push_mode(self)
+
+    def _on_container(self, node: ModulePlans, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module that is more than one call, or of which only the outside is known."""
+        if node.kind == "opaque":
+            return self._aside(call_module, (module, *args), kwargs, compiled=True)
+        if isinstance(module, _SHORT_CUTS) and _takes_short_cut(module, args, kwargs):
             return self._aside(call_module, (module, *args), kwargs)
-        _pop_mode()
+        before, self._node = (self._node, self._sharded), node
+        self._sharded |= node.type is not type(module)
         try:
             return call_module(module, *args, **kwargs)
         finally:
-            _push_mode(self)
+            self._node, self._sharded = before
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -193,7 +212,8 @@ class LiveForward(TorchFunctionMode):
                 count = self._counts.get(known, 0)
                 self._counts[known] = count + 1
                 if (plan := known.plans.get(count)) is not None:
-                    return self._managed(plan, known.name, func, None, args, kwargs)
+                    writes = known.writes or (bool(kwargs) and bool(kwargs.get("inplace")))
+                    return self._managed(plan, known.name, func, None, args, kwargs, writes)
         if known.writes and args:
             self.buffers.about_to_write(args[0])
         elif kwargs:
@@ -252,80 +272,97 @@ class LiveForward(TorchFunctionMode):
         self,
         plan: CallPlan,
         name: str,
-        run: Callable[..., Any],
+        run: Callable[..., Any] | None,
         module: nn.Module | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        writes: bool,
     ) -> Any:
-        """Run a call that the plan has something to say about."""
-        called = args if module is None else (module, *args)
-        written = self._written_by(name, module, args, kwargs)
-        if "out" in kwargs:
+        """Run a call that the plan has something to say about: a function, or a module (by its forward alone, if `run`
+        is none); `writes` if it writes into its first argument."""
+        buffers, written, own, called = self.buffers, None, None, args
+        if run is None:
+            assert module is not None
+            run = module.forward
+        elif module is not None:
+            called = (module, *args)
+        if writes:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            written = first if isinstance(first, torch.Tensor) else None
+        if kwargs and "out" in kwargs:
             for tensor in _written(kwargs["out"]):
-                self.buffers.about_to_write(tensor)
+                buffers.about_to_write(tensor)
         if not torch.is_grad_enabled() or _top_hooks() != self._hooks or _torch_c._are_functorch_transforms_active():
             if written is not None:
-                self.buffers.about_to_write(written)
+                buffers.about_to_write(written)
             return self._beside(plan, run, called, kwargs)
         self.met += 1
         if plan.rows_per_chunk and not self._sharded and self.keeper is None:
             lazy = lazily(plan.rows_per_chunk, name, module, args, kwargs)
             if lazy is not None:
-                self.buffers.after(plan, lazy)
+                buffers.after(plan, lazy)
                 return lazy
-        own = self.buffers.at.get(written.untyped_storage().data_ptr()) if written is not None else None
-        call: RecordedCall | None = None
+        if written is not None:
+            own = buffers.at.get(written.untyped_storage().data_ptr())
+        call = None
         if plan.records:
-            how: dict[str, Any] = {"own": own, "moves": self.keeper is not None, "given": self._given}
-            how["states"] = generators_of(args, kwargs) if again(name) == "random" else None
-            if module is None:
-                call = record_function(run, name, args, kwargs, self.buffers.at, **how)
-            else:
-                call = record_module(module, args, kwargs, self.buffers.at, **how)
+            call = record(run, name, module, args, kwargs, buffers.at, own, self.keeper is not None, self._given)
             if call is not None and self._sharded and any(a.parameter for a in call.arguments):
                 call = None
         if written is not None:
-            self.buffers.about_to_write(written, by=own if call is not None else None)
-        window = window_of_call(name, module, args, kwargs) if plan.windows else None
-        pools = window is not None and not _wants_indices(module, args, kwargs)
-        if plan.signs and name in RELUS:
-            run = rectified_by_bits(run, inplace=written is not None, of_module=module is not None)
-        elif pools and window is not None:
-            run = pooled_by_bytes(run, window, of_module=module is not None)
+            buffers.about_to_write(written, by=own if call is not None else None)
+        window = None
+        if plan.special:
+            run, called, window = self._by_signs_or_positions(plan, name, run, module, args, kwargs, writes=writes)
         if not plan.hooked:
             result = run(*called, **kwargs)
         else:
-            self.buffers.pending = []
-            _autograd._push_saved_tensors_default_hooks(self.buffers.pack, unpack)
+            buffers.plan, buffers.pending = plan, []
+            _push_hooks(buffers.pack, unpack)
             try:
                 result = run(*called, **kwargs)
             finally:
-                _autograd._pop_saved_tensors_default_hooks()
-        if own is not None and written is not None:
+                _pop_hooks()
+        if own is not None:
             own.wrote(call)
             own.rectified = name in RELUS and len(own.writers) == 2
             if call is not None:
-                self.buffers.note_reader(own, call)
+                buffers.note_reader(own, call)
         if plan.born:
-            for path, tensor in tensors_in(result):
-                if (buffer := plan.born.get(path)) is not None:
-                    self.buffers.bear(buffer, path, tensor, name, call)
-        if self.buffers.pending:
-            self.buffers.settle(plan, name, module, args, kwargs, window)
-        self.buffers.after(plan, result)
+            if type(result) is torch.Tensor:
+                if (buffer := plan.born.get("")) is not None:
+                    buffers.bear(buffer, "", result, name, call)
+            else:
+                for path, tensor in tensors_in(result):
+                    if (buffer := plan.born.get(path)) is not None:
+                        buffers.bear(buffer, path, tensor, name, call)
+        if buffers.pending:
+            buffers.settle(plan, name, module, args, kwargs, window)
+        if plan.ends:
+            buffers.after(plan, result)
         return result
 
     @staticmethod
-    def _written_by(
-        name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
-        """The tensor that a call is about to write into."""
+    def _by_signs_or_positions(
+        plan: CallPlan,
+        name: str,
+        run: Callable[..., Any],
+        module: nn.Module | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        writes: bool,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], PoolWindow | None]:
+        """A ReLU that keeps signs alone, or a pool that keeps positions alone: what to run, and with what."""
+        called = args
         if module is not None:
-            written = bool(module.__dict__.get("inplace"))
-        else:
-            written = (name.endswith("_") and name not in _HARMLESS) or name == "setitem" or bool(kwargs.get("inplace"))
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        return first if written and isinstance(first, torch.Tensor) else None
+            run, called = call_module, (module, *args)
+        window = window_of_call(name, module, args, kwargs) if plan.windows else None
+        if plan.signs and name in RELUS:
+            return rectified_by_bits(run, inplace=writes, of_module=module is not None), called, window
+        if window is not None and not _wants_indices(module, args, kwargs):
+            return pooled_by_bytes(run, window, of_module=module is not None), called, window
+        return run, called, window
 
 
 def _top_hooks() -> Any:

@@ -53,7 +53,7 @@ from outcore.memory.param_offload.escalation import StatePlacement, follow, move
 from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.replay.compile_policies import prepare
 from outcore.memory.replay.replay_forward import ReplayPass
-from outcore.memory.saved_tensors.call_size import CallSize
+from outcore.memory.saved_tensors.call_size import CallSize, RememberedParameters
 from outcore.memory.saved_tensors.live_forward import LiveForward, is_looked_at
 from outcore.memory.saved_tensors.peak_monitor import PeakMonitor, meter_for
 from outcore.memory.saved_tensors.plan_call import CallProposal, propose
@@ -78,7 +78,7 @@ class ManagedForward:
         self._model = weakref.ref(model)  # the model holds this object, not the other way round
         self.inner = inner
         """The forward that another tool has put on this one model, if any."""
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._parameters = RememberedParameters()
         self.covering: dict[Hashable, Hashable] = {}
         """Call -> the call whose plan serves it."""
         self.__signature__ = inspect.signature(self.original)  # some trainers look up which arguments a model takes
@@ -239,7 +239,7 @@ class ManagedForward:
                 return self.versions.find(same)
             except VaryingError as error:
                 self.leave_recordings(error.what)
-        size = CallSize.of(args, kwargs, self.parameters(), self.device.type)
+        size = CallSize.of(args, kwargs, self._parameters.trained(self.model), self.device.type)
         if size in self.admitted:
             return size
         if (known := self.covering.get(size)) is None or known not in self.admitted:
@@ -259,12 +259,8 @@ class ManagedForward:
         self.admitted.clear()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of the model: walking over its modules takes as long as many of its calls, so they are remembered."""
-        found = [p for reference in self._parameters if (p := reference()) is not None]
-        if not found or len(found) < len(self._parameters):
-            found = list(self.model.parameters())
-            self._parameters = [weakref.ref(p) for p in found]
-        return found
+        """Of the model."""
+        return self._parameters.of(self.model)
 
     def watched(self, key: Hashable, entry: PlannedCall) -> bool:
         """Whether steps that run as they are have something to tell."""
@@ -405,7 +401,9 @@ class ManagedForward:
         """Where the model computes."""
         if self.keeper is not None:
             return self.keeper.device
-        first = next(itertools.chain(self.parameters(), self.model.buffers()), None)
+        first: torch.Tensor | None = self._parameters.first()
+        if first is None:
+            first = next(itertools.chain(self.parameters(), self.model.buffers()), None)
         return first.device if first is not None else torch.device("cpu")
 
     @contextlib.contextmanager

@@ -79,6 +79,13 @@ class CallPlan:
     rows_per_chunk: int = 0
     """It is the last layer, whose result and loss are made in chunks of so many rows."""
 
+    direct: bool = False
+    """What autograd keeps of it are whole values, which belong to a cell as soon as they are saved."""
+    ends: bool = False
+    """Something leaves after it, or backward stops before it."""
+    special: bool = False
+    """It does not run as it is, or only after a look at its arguments: in chunks, or keeping signs or positions."""
+
 
 class ModulePlans:
     """One module of the model, and the plans of the calls that happen in it."""
@@ -231,6 +238,9 @@ class _Compiler:
         }
         for name, plan in self.calls.items():
             norm = plan.records and plan.type in NORMS  # whose statistics are wanted
+            plan.direct = not (plan.derived or plan.shape_only or plan.signs)
+            plan.ends = bool(plan.stops or plan.counted or plan.leaving or plan.released)
+            plan.special = bool(plan.rows_per_chunk or plan.windows or plan.signs)
             plan.hooked = bool(plan.saves or plan.derived or plan.shape_only or norm)
             block, _, count = name.rpartition("#")
             if (node := nodes.get(block)) is not None and node.kind == "module":

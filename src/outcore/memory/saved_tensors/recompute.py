@@ -17,7 +17,7 @@ this step, because torch writes these without counting it. Random ones draw the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
     from outcore.memory.replay.replay_buffer import ReplayBuffer
 
-__all__ = ["Argument", "RecordedCall", "cast_of", "generators_of", "record_function", "record_module"]
+__all__ = ["Argument", "RecordedCall", "cast_of", "record", "version_of"]
 
 _ATOMS = frozenset(
     {
@@ -67,6 +67,10 @@ _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "instance_norm": (F.instance_norm, _instance_norm),
 }
 _DEVICES = ("cpu", "cuda")
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_new: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple without calling Python."""
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _SMALL = 2**18
 """Bytes up to which a tensor is copied that may be state of the model."""
 
@@ -75,66 +79,72 @@ class NotRepeatable(Exception):  # noqa: N818 - a signal inside this package, ne
     """A call has an argument that cannot be held."""
 
 
-class Argument:
+class Argument(NamedTuple):
     """A tensor among the arguments of a call."""
 
-    __slots__ = ("address", "cell", "geometry", "own", "parameter", "tensor", "trained", "version")
-
-    def __init__(
-        self, tensor: torch.Tensor, address: int, cell: ReplayBuffer | None, *, own: bool, moves: bool
-    ) -> None:
-        self.address, self.parameter = address, isinstance(tensor, nn.Parameter)
-        self.cell, self.own, self.trained = cell, own, tensor.requires_grad
-        self.version = 0 if tensor.is_inference() else tensor._version
-        self.tensor: torch.Tensor | None = None
-        self.geometry: Geometry | None = None
-        if own or cell is not None:
-            self.geometry = Geometry.of(tensor)
-        else:
-            self.tensor = tensor if moves and self.parameter else tensor.detach()
+    address: int
+    """Of its storage."""
+    cell: ReplayBuffer | None
+    """The managed buffer that it is a view of, if it is one."""
+    geometry: Geometry | None
+    own: bool
+    """It is what the call writes into."""
+    parameter: bool
+    tensor: torch.Tensor | None
+    """As it is, where it is in no managed buffer."""
+    trained: bool
+    version: int
 
     def value(self, memory: torch.Tensor | None) -> torch.Tensor:
         """The tensor, for running the call again; `memory` is what the call writes into."""
-        if self.tensor is not None:
-            return self.tensor.detach()
-        assert self.geometry is not None
-        if self.own:
-            assert memory is not None
-            empty = torch.empty(0, dtype=self.geometry.dtype, device=memory.device)
-            _, size, stride, offset = self.geometry
-            return empty.set_(memory.untyped_storage(), offset, size, stride)
-        assert self.cell is not None
-        return self.cell.view(self.geometry, self.version)
+        _, cell, geometry, _, _, tensor, _, version = self
+        if cell is not None:
+            return cell.view(geometry, version)  # type: ignore[arg-type]
+        if tensor is not None:
+            return tensor.detach()
+        assert geometry is not None and memory is not None
+        dtype, size, stride, offset = geometry
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), offset, size, stride)
 
-    def check(self) -> None:
-        """Refuse to use what was written in place since."""
+    def refuse(self) -> NoReturn:
+        """It was written in place since."""
         assert self.tensor is not None
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of {list(self.tensor.shape)} was modified by an inplace operation between forward and "
-                "backward, and outcore makes a value that backward needs from it; modify a copy, or exclude that value "
-                "with plan={name: 'keep'}"
-            )
+        raise RuntimeError(
+            f"a tensor of {list(self.tensor.shape)} was modified by an inplace operation between forward and "
+            "backward, and outcore makes a value that backward needs from it; modify a copy, or exclude that value "
+            "with plan={name: 'keep'}"
+        )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place; tensors of inference mode do not count it."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 class RecordedCall:
     """One call, to be run again without autograd."""
 
-    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "states", "target")
+    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "nested", "states", "target")
 
     def __init__(
         self,
         target: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: Mapping[str, Any],
         arguments: Sequence[Argument],
-        *,
         folds: bool,
-        states: States,
+        states: States | None,
+        nested: bool,
     ) -> None:
         self.target, self.args, self.kwargs, self.arguments = target, args, kwargs, arguments
         self.folds, self.states = folds, states
-        self.autocast = _autocast_modes()
+        self.nested = nested or folds or bool(kwargs)
+        """Whether tensors stand elsewhere than among the arguments, or are to require gradients."""
+        self.autocast = _autocast_modes() if _any_autocast() else ()
 
     def run(self, memory: torch.Tensor | None = None, traffic: ParamResidency | None = None) -> Any:
         """Run it again; returns what it returns, without autograd.
@@ -147,13 +157,22 @@ class RecordedCall:
             buckets = (traffic.bucket_of.get(id(a.tensor)) for a in self.arguments if a.tensor is not None)
             traffic.fetch(*dict.fromkeys(bucket for bucket in buckets if bucket is not None), backward=True)
         for argument in self.arguments:  # parameters of a layer are among them, though not among what it is given
-            if argument.tensor is not None:
-                argument.check()
-        args = [self._filled(a, memory) for a in self.args]
-        kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()} if self.kwargs else {}
-        if not (self.folds or self.states or self.autocast or torch.is_grad_enabled() or _any_autocast()):
-            return self.target(*args, **kwargs)  # as most are: what follows takes longer than a small operation
-        with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states):
+            if argument.tensor is not None and version_of(argument.tensor) != argument.version:
+                argument.refuse()
+        if self.nested:
+            args = [self._filled(a, memory) for a in self.args]
+            kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()}
+        else:
+            args, kwargs = [a.value(memory) if type(a) is Argument else a for a in self.args], {}
+        if not (self.states or self.autocast or _any_autocast()):  # what follows takes longer than a small operation
+            if torch.is_grad_enabled() is self.folds:
+                return self.target(*args, **kwargs)
+            _set_grad_enabled(self.folds)
+            try:
+                return self.target(*args, **kwargs)
+            finally:
+                _set_grad_enabled(not self.folds)
+        with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states or {}):
             return self.target(*args, **kwargs)
 
     def _changed(self) -> list[tuple[str, bool, torch.dtype]]:
@@ -176,115 +195,120 @@ class RecordedCall:
         return template
 
 
-def _any_autocast() -> bool:
-    return bool(torch._C._is_any_autocast_enabled())
-
-
 def _autocast_modes() -> tuple[tuple[str, bool, torch.dtype], ...]:
     """The devices that compute in another type here and now."""
-    if not _any_autocast():
-        return ()
     return tuple((d, True, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
 
 
 class _Holder:
     """Holds the arguments of one call."""
 
+    __slots__ = ("at", "found", "given", "moves", "nested", "own")
+
     def __init__(
         self,
         at: Mapping[int, ReplayBuffer],
         own: ReplayBuffer | None,
-        *,
         moves: bool,
         given: Callable[[], Collection[int]],
     ) -> None:
         self.at, self.own, self.moves, self.given = at, own, moves, given
         self.found: list[Argument] = []
+        self.nested = False
 
     def held(self, value: Any) -> Any:
         """A template of an argument."""
         kind = type(value)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            return self.tensor(value, kind is nn.Parameter)
         if kind in _ATOMS:
             return value
-        if kind is torch.Tensor or kind is nn.Parameter:
-            return self.tensor(value)
         if kind is tuple or kind is list:
+            self.nested = True
             return kind([self.held(v) for v in value])
         if kind is slice:
+            self.nested = True
             return slice(*(self.held(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, np.generic):
             return value
         raise NotRepeatable(kind.__name__)
 
-    def tensor(self, tensor: torch.Tensor) -> Argument:
+    def tensor(self, tensor: torch.Tensor, parameter: bool) -> Argument:
         """One tensor."""
         if tensor.layout is not torch.strided:
             raise NotRepeatable(str(tensor.layout))
-        address = tensor.untyped_storage().data_ptr()
-        cell = self.at.get(address)
-        own = cell is not None and cell is self.own
-        if cell is None and self._may_be_state(tensor) and address not in self.given():
-            tensor = over(raw(tensor).clone(), Geometry.of(tensor))
-            address = tensor.untyped_storage().data_ptr()
-        argument = Argument(tensor, address, None if own else cell, own=own, moves=self.moves)
+        address, geometry, own, held = tensor.untyped_storage().data_ptr(), None, False, None
+        trained = tensor.requires_grad
+        if (cell := self.at.get(address)) is not None:
+            geometry = _new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+            if own := cell is self.own:
+                cell = None
+        else:
+            if not trained and not parameter and _may_be_state(tensor) and address not in self.given():
+                tensor = over(raw(tensor).clone(), Geometry.of(tensor))
+                address = tensor.untyped_storage().data_ptr()
+            held = tensor if self.moves and parameter else tensor.detach()
+        version = version_of(tensor)
+        argument: Argument = _new(Argument, (address, cell, geometry, own, parameter, held, trained, version))
         self.found.append(argument)
         return argument
 
-    @staticmethod
-    def _may_be_state(tensor: torch.Tensor) -> bool:
-        return (
-            not tensor.requires_grad
-            and type(tensor) is torch.Tensor
-            and 0 < tensor.untyped_storage().nbytes() <= _SMALL
-            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        )
+
+def _may_be_state(tensor: torch.Tensor) -> bool:
+    small = 0 < tensor.untyped_storage().nbytes() <= _SMALL
+    return small and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def _nothing() -> Collection[int]:
     return ()
 
 
-def record_function(
-    func: Callable[..., Any],
+def record(
+    run: Callable[..., Any],
     name: str,
+    module: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     at: Mapping[int, ReplayBuffer],
-    *,
     own: ReplayBuffer | None = None,
     moves: bool = False,
-    states: States | None = None,
     given: Callable[[], Collection[int]] = _nothing,
 ) -> RecordedCall | None:
-    """Hold a call of a function, before it happens; none if it cannot be repeated.
+    """Hold a call before it happens, a layer with its attributes as they are now; none if it cannot be repeated.
 
     Args:
-        func: what is called.
-        name: what the table of operations calls it.
+        run: the function that is called.
+        name: what the table of operations calls it, or the class of the layer.
+        module: the layer that is called, if it is one.
         args: of the call.
         kwargs: of the call.
         at: address of a storage -> the managed buffer in it.
         own: the buffer that the call is about to write into, if it is one.
         moves: whether parameters change their memory between calls.
-        states: of the generators it draws from.
         given: addresses of the storages that the model was called with.
     """
     kind = again(name)
-    if kind is None or name in _FROM_HOST or "out" in kwargs or kwargs.get("max_norm") is not None:
+    if kind is None or name in _FROM_HOST or (kwargs and ("out" in kwargs or kwargs.get("max_norm") is not None)):
         return None
-    target: Callable[..., Any] = func
-    holder = _Holder(at, own, moves=moves, given=given)
-    if kind == "statistics":
-        if name not in _NORMS or func is not _NORMS[name][0]:
+    states = generators_of(args, kwargs) if kind == "random" else None
+    folds = name in FOLDING
+    holder = _Holder(at, own, moves, given)
+    if kind == "statistics" and module is None:
+        if name not in _NORMS or run is not _NORMS[name][0]:
             return None
-        target = _NORMS[name][1]
+        run = _NORMS[name][1]
         args, kwargs = _with_own_statistics(args, kwargs)
     try:
-        template = tuple([holder.held(a) for a in args])
-        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
+        template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
+        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if module is not None:
+            if module.__dict__.get("max_norm") is not None:
+                return None
+            layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=folds)
+            run = _Normalised(layer) if kind == "statistics" else layer.forward
     except NotRepeatable:
         return None
-    return RecordedCall(target, template, named, holder.found, folds=name in FOLDING, states=states or {})
+    return RecordedCall(run, template, named, holder.found, folds, states, holder.nested)
 
 
 def _with_own_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -295,33 +319,6 @@ def _with_own_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
 
     named = {k: own(v) if k in ("running_mean", "running_var") else v for k, v in kwargs.items()}
     return (*args[:1], *(own(a) for a in args[1:3]), *args[3:]), named
-
-
-def record_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    at: Mapping[int, ReplayBuffer],
-    *,
-    own: ReplayBuffer | None = None,
-    moves: bool = False,
-    states: States | None = None,
-    given: Callable[[], Collection[int]] = _nothing,
-) -> RecordedCall | None:
-    """Hold a call of a layer, before it happens, with the layer's attributes as they are now; see `record_function`."""
-    name = type(module).__name__
-    kind = again(name)
-    if kind is None or getattr(module, "max_norm", None) is not None:
-        return None
-    holder = _Holder(at, own, moves=moves, given=given)
-    try:
-        template = tuple([holder.held(a) for a in args])
-        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
-        layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=name in FOLDING)
-    except NotRepeatable:
-        return None
-    target = _Normalised(layer) if kind == "statistics" else layer.forward
-    return RecordedCall(target, template, named, holder.found, folds=name in FOLDING, states=states or {})
 
 
 def _as_it_is(module: nn.Module, holder: _Holder, *, statistics: bool, folds: bool) -> nn.Module:
@@ -343,7 +340,7 @@ def _weight(parameter: torch.Tensor | None, holder: _Holder, *, folds: bool) -> 
     """A parameter as a layer's copy has it, checked for writes before the layer runs again."""
     if parameter is None:
         return None
-    argument = holder.tensor(parameter)
+    argument = holder.tensor(parameter, isinstance(parameter, nn.Parameter))
     if argument.tensor is None or holder.moves:
         return parameter
     return argument.tensor.requires_grad_(parameter.requires_grad) if folds else argument.tensor
@@ -361,12 +358,12 @@ def cast_of(
     tensor = dict(leaves((args, kwargs), torch.Tensor)).get(path)
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter):
         return None
-    holder = _Holder(at, None, moves=moves, given=_nothing)
+    holder = _Holder(at, None, moves, _nothing)
     try:
-        holder.tensor(tensor)
+        holder.tensor(tensor, type(tensor) is nn.Parameter)
     except NotRepeatable:
         return None
-    return RecordedCall(torch.Tensor.to, (), {}, holder.found, folds=False, states={})
+    return RecordedCall(torch.Tensor.to, (), {}, holder.found, False, None, False)
 
 
 def generators_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> States:

@@ -20,8 +20,8 @@ import torch
 
 from outcore.graph.structure import leaves
 from outcore.memory.offload.backends import Backend
-from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, as_it_lay, graph_is_kept
-from outcore.memory.saved_tensors.recompute import RecordedCall
+from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, as_it_lay, graph_is_kept, over
+from outcore.memory.saved_tensors.recompute import RecordedCall, version_of
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
 from outcore.policies import KEEP, Keep, Policy, Recompute
 
@@ -63,16 +63,17 @@ class SavedBuffer(ReplayBuffer):
 
     def wrote(self, call: RecordedCall | None) -> None:
         """A call has written it; none for one that cannot be repeated."""
-        if not isinstance(self.policy, Recompute):
+        if type(self.policy) is not Recompute:
             return
         if call is None:
             self.keep()
             return
         self.writers.append(call)
-        for source in self._sources(call):
-            if source.policy.codec == "sign":
-                source.policy = KEEP
-            source.uses += 1
+        for argument in call.arguments:
+            if (source := argument.cell) is not None:
+                if source.policy.codec == "sign":
+                    source.policy = KEEP
+                source.uses += 1
 
     def keep(self) -> None:
         """It stays where it is: its writers are not needed."""
@@ -82,12 +83,18 @@ class SavedBuffer(ReplayBuffer):
     def leave(self, tier: Backend | None) -> None:
         """Its last use in forward is over."""
         self.has_left = True
-        if isinstance(self.policy, Recompute) and not self.writers:
-            self.policy = KEEP
-        if not self.uses or isinstance(self.policy, Keep):
+        if type(self.policy) is Recompute:
+            if not self.writers:
+                self.policy = KEEP
+            elif self.uses and self.memory is not None and not self.derived:  # as most are
+                self.version = version_of(self.memory)
+                self.saved = self.away = True
+                self.memory = None
+                return
+        if self.writers and (not self.uses or isinstance(self.policy, Keep)):
             self._forget_writers()
         if self.memory is not None and not self.derived:
-            self.version = 0 if self.memory.is_inference() else self.memory._version
+            self.version = version_of(self.memory)
             self.saved = True
         super().leave(tier)
 
@@ -104,12 +111,25 @@ class SavedBuffer(ReplayBuffer):
 
     def view(self, geometry: Geometry, version: int | None = None) -> torch.Tensor:
         """A tensor in its memory, which comes back if it must."""
-        if version is not None and not self.derived and not self.rescued and version != self.version:
+        if version is not None and version != self.version and not self.derived and not self.rescued:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.name} is at version {self.version}; expected version {version}"
             )
-        return super().view(geometry)
+        memory = self.memory
+        if memory is None:
+            if self.spoiled:
+                self._refuse()
+            memory = self.bring_back()
+        elif self.spoiled or (not self.away and memory._version != self.version):
+            self._refuse()
+        tensor = over(memory, geometry, self.dtype)
+        self.asked += 1
+        if self.asked >= self.uses:
+            self.asked = 0
+            if self.away:
+                self.memory = None
+        return tensor
 
     def reads(self, address: int) -> bool:
         """Whether making it again reads what is in the memory at an address."""
@@ -123,25 +143,37 @@ class SavedBuffer(ReplayBuffer):
         """The cells that making it again reads."""
         return (source for call in self.writers for source in self._sources(call))
 
+    def recompute_chain(self) -> None:
+        """Make it again, after all that it is made from (chains may be longer than Python's stack)."""
+        for call in self.writers:
+            for argument in call.arguments:
+                if (source := argument.cell) is not None and source.memory is None:
+                    if source.offloaded is None and source.coded is None:
+                        super().recompute_chain()
+                        return
+        self.recompute()
+
     def recompute(self) -> None:
         """Make it again from what its writers read."""
-        keeper, renorm = self.owner.keeper, self.owner.table.renorm
-        first, *more = self.writers
+        keeper, writers = self.owner.keeper, self.writers
+        first = writers[0]
         if self.cast is not None:
             (source,) = first.arguments
-            if source.tensor is not None:
-                source.check()
+            if source.tensor is not None and version_of(source.tensor) != source.version:
+                source.refuse()
             self.memory = source.value(None).to(self.cast)
-        elif self.norm is not None and (not more or (self.rectified and len(more) == 1)):
+        elif self.norm is not None and (len(writers) == 1 or (self.rectified and len(writers) == 2)):
             norm, statistics = self.norm
             x = first.arguments[0].value(None)
-            self.memory = renorm.run(replace(norm, relu=bool(more)), x, statistics)
+            self.memory = self.owner.table.renorm.run(replace(norm, relu=len(writers) == 2), x, statistics)
         else:
-            made = _picked(first.run(traffic=keeper), self.path).detach()
-            memory = as_it_lay(made, self.lay)
-            for call in more:
-                call.run(memory, keeper)
-            self.memory = memory.detach()
+            made = first.run(None, keeper)
+            if type(made) is not torch.Tensor:
+                made = _picked(made, self.path)
+            made = as_it_lay(made.detach() if made.requires_grad else made, self.lay)
+            for i in range(1, len(writers)):
+                writers[i].run(made, keeper)
+            self.memory = made.detach() if made.requires_grad else made
         if not graph_is_kept():
             self.writers = []
 

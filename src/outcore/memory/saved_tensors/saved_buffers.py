@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ORDINARY", "SavedBuffers", "tensors_in", "unpack"]
 
 ORDINARY = (torch.Tensor, nn.Parameter)
+_new: Any = tuple.__new__
+"""Makes a named tuple without calling Python."""
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 
 
@@ -50,8 +52,10 @@ class SavedBuffers:
         """Buffers that were offloaded."""
         self.at: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
+        self.plan: CallPlan
+        """Of the call that is running."""
         self.pending: list[SavedHandle] = []
-        """What autograd has saved of the call that is running."""
+        """What autograd has saved of it and is in no cell yet."""
         self._cells: dict[str, SavedBuffer] = {}
         self._readers: dict[int, list[weakref.ref[SavedBuffer]]] = {}
         """Address of a storage -> cells that are made again from what is in it."""
@@ -89,11 +93,19 @@ class SavedBuffers:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves a tensor."""
-        if type(tensor) not in ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
+        kind = type(tensor)
+        if kind not in ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
             return tensor.detach()
-        if self.keeper is not None and (borrowed := self.keeper.claim(tensor)) is not None:
-            self.pending.append(borrowed)  # it counts among what the call keeps
-            return borrowed
+        if self.keeper is not None:
+            if (borrowed := self.keeper.claim(tensor)) is not None:
+                self.pending.append(borrowed)  # it counts among what the call keeps
+                return borrowed
+        elif (plan := self.plan).direct:
+            if kind is nn.Parameter:
+                return SavedHandle(tensor)
+            cell = self.at.get(tensor.untyped_storage().data_ptr())
+            if cell is not None and cell.policy.codec != "sign":
+                return SavedHandle.to(cell, tensor, plan.position)
         handle = SavedHandle(tensor)
         self.pending.append(handle)
         return handle
@@ -107,17 +119,17 @@ class SavedBuffers:
         if address in self.at or tensor.is_inference():
             return
         policy = plan.policy
-        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-        if isinstance(policy, Recompute) and (call is None or not whole):
-            policy = KEEP
-        cell = self._cells[plan.name] = SavedBuffer(plan.name, policy, self)
-        cell.path, cell.lay = path, Geometry.of(tensor)
-        cell.born(tensor)
-        self.at[address] = cell
-        if isinstance(policy, Recompute):
+        again = type(policy) is Recompute
+        if again and (call is None or storage.nbytes() != tensor.nbytes):
+            policy, again = KEEP, False
+        cell = self._cells[plan.name] = self.at[address] = SavedBuffer(plan.name, policy, self)
+        cell.path, cell.memory = path, tensor.detach()
+        cell.lay = _new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        if again:
             assert call is not None
             if not call.arguments and name in _FACTORIES:
                 call.kwargs = {**call.kwargs, "device": tensor.device, "dtype": tensor.dtype}
+                call.nested = True
             cell.wrote(call)
             self.note_reader(cell, call)
             if name in NORMS:
@@ -127,9 +139,13 @@ class SavedBuffers:
 
     def note_reader(self, cell: SavedBuffer, call: RecordedCall) -> None:
         reference = weakref.ref(cell)
+        readers = self._readers
         for argument in call.arguments:
             if not argument.own:
-                self._readers.setdefault(argument.address, []).append(reference)
+                if (known := readers.get(argument.address)) is None:
+                    readers[argument.address] = [reference]
+                else:
+                    known.append(reference)
 
     def _note_norm(self, cell: SavedBuffer, out: torch.Tensor, name: str, call: RecordedCall) -> None:
         """A batch norm has run that will be made again: keep its statistics, if they are enough."""
@@ -156,6 +172,15 @@ class SavedBuffers:
         window: PoolWindow | None,
     ) -> None:
         """Give the handles of a call to their cells."""
+        if plan.direct and self.keeper is None:
+            for handle in self.pending:
+                assert handle.tensor is not None
+                if (cell := self.at.get(handle.tensor.untyped_storage().data_ptr())) is not None:
+                    if cell.policy.codec == "sign":
+                        cell.policy = KEEP
+                    handle.point_to(cell, plan.position)
+            self.pending = []
+            return
         shapes = plan.shape_only if plan.shape_only and _shape_is_enough(name, module, args, kwargs) else ()
         places: dict[int, int] = {}
         made: dict[int, SavedBuffer] = {}
@@ -307,6 +332,10 @@ class SavedBuffers:
 
 def unpack(packed: Any) -> torch.Tensor:
     """The saved tensor that autograd holds something for."""
+    if type(packed) is SavedHandle and (cell := packed.cell) is not None:
+        if cell.owner.waiting:
+            cell.owner.reached(packed.position)
+        return cell.view(packed.geometry, packed.version)  # type: ignore[arg-type]
     return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
 
