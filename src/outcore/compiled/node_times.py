@@ -68,7 +68,7 @@ def operation_of(node: fx.Node) -> Operation | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = node.target._schema.name.rpartition("::")[2]
-    args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+    args: Any = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
     try:
         if name in ("mm", "addmm"):
             return _product(*args[-2:] if name == "mm" else args[1:3])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +41,7 @@ def insert_copies(forward: fx.GraphModule, backward: fx.GraphModule, copies: Seq
         copies: what leaves; values that the graphs do not hand over stay.
     """
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
-    returned = list(output.args[0])  # type: ignore[arg-type]
+    returned: list[Any] = list(output.args[0])
     by_name = {node.name: node for node in forward.graph.nodes}
     given = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     inserted = 0
@@ -53,17 +54,17 @@ def insert_copies(forward: fx.GraphModule, backward: fx.GraphModule, copies: Seq
         _bring(backward.graph, placeholder, one.fetch_before)
         inserted += 1
     if inserted:
-        output.args = (type(output.args[0])(returned),)  # type: ignore[call-arg,arg-type]
+        output.args = (tuple(returned),)
         for module in (forward, backward):
             module.graph.lint()
             module.recompile()
     return inserted
 
 
-def _call(graph: fx.Graph, name: str, args: tuple[object, ...], like: fx.Node) -> fx.Node:
+def _call(graph: fx.Graph, name: str, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
     """A call of one of the operations, with what it returns in the same world of tensors without memory."""
     target = getattr(torch.ops.outcore, name).default
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node = graph.call_function(target, args)
     with like.meta["val"].fake_mode:
         node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
     return node

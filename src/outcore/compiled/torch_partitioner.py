@@ -155,8 +155,8 @@ def _install() -> None:
 
 
 def _align_reloads() -> None:
-    """Tell Inductor that what comes back lies at the beginning of a block of memory: what an operation makes of a tensor
-    of the host, the ticket, is taken for unaligned else, and the kernels that read it are slower."""
+    """Tell Inductor that what comes back lies at the beginning of a block of memory: what an operation makes of a
+    tensor of the host, the ticket, is taken for unaligned else, and the kernels that read it are slower."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 

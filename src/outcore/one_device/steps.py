@@ -155,8 +155,8 @@ def compile_model(asked: Request, network: Network) -> nn.Module | None:
     """The model with torch.compile's kernels; None if it cannot be compiled."""
     beside = loss_bytes_of(network.graph, network.on_output, network.device)
     call, budget = (asked.model, network.graph, asked.args, asked.kwargs), asked.share or asked.budget
-    how = {"graphs": asked.as_graphs, "quiet": asked.quiet}
-    found = compile_within(*call, budget, network.cost, network.on_output, beside, **how)
+    cost, loss = network.cost, network.on_output
+    found = compile_within(*call, budget, cost, loss, beside, graphs=asked.as_graphs, quiet=asked.quiet)
     return _announced(asked, found, found.budget_bytes) if found is not None else None
 
 
