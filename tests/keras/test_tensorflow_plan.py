@@ -154,18 +154,19 @@ def test_what_cannot_be_planned_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_random_models_by_random_segments(seed: int) -> None:
-    """Masks, recurrent layers, several inputs and outputs, shared layers: the same gradients bit for bit."""
+    """Masks, recurrent layers, several inputs and outputs, shared layers: the same gradients but for the order of sums."""
     plain, inputs = random_model(keras, seed)
     again, _ = random_model(keras, seed)
     random = np.random.default_rng(seed)
     number = len(list_calls(keras, again).calls)
     places = sorted(random.choice(range(1, number), size=min(number - 1, 4), replace=False).tolist())
     cut(again, places, kept=tuple(random.choice(5, 1).tolist()))
-    given = [tf.constant(x) for x in inputs]
+    given: Any = [tf.constant(x) for x in inputs]
+    given = given if len(given) > 1 else given[0]
     for _ in range(2):
         a, b = gradients(plain, given), gradients(again, given)
         for p, q in zip(a, b, strict=True):
             assert (p is None) == (q is None)
             if p is not None:
-                assert same([tf.convert_to_tensor(p)], [tf.convert_to_tensor(q)], 0.0)
+                assert same([tf.convert_to_tensor(p)], [tf.convert_to_tensor(q)], 1e-14)
     assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)

@@ -14,6 +14,7 @@ import torch
 
 from outcore.errors import ModelError
 from outcore.keras.installed import require_keras
+from outcore.keras.symbolic import inputs_of
 from outcore.keras.twin import Twin, leaves
 
 __all__ = ["check_twin", "example_inputs"]
@@ -28,9 +29,7 @@ def example_inputs(model: Any, size: int = 32, batch: int = 2, seed: int = 0) ->
     random = np.random.default_rng(seed)
     most = min((int(layer.input_dim) for layer in _all_layers(model) if hasattr(layer, "input_dim")), default=2)
     made = []
-    for tensor in leaves(
-        model._inputs_struct if hasattr(model, "_inputs_struct") else model._functional._inputs_struct
-    ):
+    for tensor in leaves(inputs_of(require_keras(), model)):
         shape = (batch, *(size if n is None else n for n in tensor.shape[1:]))
         if "float" in str(tensor.dtype):
             made.append(random.standard_normal(shape).astype(str(tensor.dtype)))
@@ -73,7 +72,7 @@ def check_twin(model: Any, twin: Twin) -> None:
 
 def run_keras(keras: Any, model: Any, inputs: list[Any]) -> list[np.ndarray[Any, Any]]:
     """The outputs of a Keras model in evaluation, as arrays."""
-    structure = model._inputs_struct if hasattr(model, "_inputs_struct") else model._functional._inputs_struct
+    structure = inputs_of(keras, model)
     given: Any = [keras.ops.convert_to_tensor(x) for x in inputs]
     if isinstance(structure, dict):
         given = dict(zip(sorted(structure), given, strict=True))

@@ -18,12 +18,23 @@ import numpy as np
 from outcore.errors import ModelError
 from outcore.keras.twin import leaves, substitute
 
-__all__ = ["graph_of_call", "graph_of_class"]
+__all__ = ["graph_of_call", "graph_of_class", "inputs_of"]
 
 _ADVICE = (
     "write it with layers and keras.ops alone, build it as a functional model, keras.Model(inputs, outputs), or set "
     "KERAS_BACKEND=torch and give the model itself to outcore, which records any torch module"
 )
+
+
+def inputs_of(keras: Any, model: Any) -> Any:
+    """The symbolic inputs of a model, in their structure; of a class, as it was built."""
+    if hasattr(model, "_inputs_struct"):
+        return model._inputs_struct
+    if getattr(model, "_functional", None) is not None:
+        return model._functional._inputs_struct
+    words = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
+    dtype = "int32" if words else model.input_dtype
+    return _inputs(keras, next(iter(model._build_shapes_dict.values())), dtype)
 
 
 def graph_of_class(keras: Any, model: Any, path: str, training: bool | None = None) -> Any:
@@ -33,10 +44,7 @@ def graph_of_class(keras: Any, model: Any, path: str, training: bool | None = No
         raise ModelError(f"{path} ({type(model).__name__}) is not built; call it once on a batch")
     if len(shapes) != 1:
         _refuse(model, path, f"its call takes {len(shapes)} inputs one by one", "take one list of inputs")
-    words = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
-    dtype = "int32" if words else model.input_dtype
-    given = _inputs(keras, next(iter(shapes.values())), dtype)
-    return graph_of_call(keras, model, (given,), path, training)
+    return graph_of_call(keras, model, (inputs_of(keras, model),), path, training)
 
 
 def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str, training: bool | None = None) -> Any:
