@@ -61,8 +61,10 @@ def test_forwards_alone_evaluate_and_hold_nothing(schedule: str) -> None:
     assert program.in_flight() == (0,) * 4
     timeline = simulate(program, network)
     assert all(curve.parts()["saved"] == 0 for curve in timeline.memory)
-    with pytest.raises(ProgramError, match="no backward of stage 0"):
-        check(Program("wrong", ((*program.ranks[0], OptimizerStep(0)), *program.ranks[1:])), network)
+    place = f"rank 0, instruction {len(program.ranks[0])} "
+    for wrong in (OptimizerStep(0), Reduce(0, (0,))):
+        with pytest.raises(ProgramError, match=f"{place}.*no backward of stage 0"):
+            check(Program("wrong", ((*program.ranks[0], wrong), *program.ranks[1:])), network)
 
 
 def test_a_value_goes_straight_to_each_stage_that_uses_it() -> None:
