@@ -149,7 +149,7 @@ def _measure(
                 row["not_compared"] = f"{type(error).__name__}: {str(error)[:300]}"
     turn.give()
     if way.startswith("ours"):
-        label = f"{case.label} {way} {budget}".replace(" ", "_")
+        label = f"{case.label} {way} {budget}".replace(" ", "_").replace("/", "-")
         row["plan"] = _stored(training, settings.folder / "plans" / f"{label}.json.gz")
 
 
