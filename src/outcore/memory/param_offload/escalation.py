@@ -23,7 +23,7 @@ from torch import nn
 
 from outcore.memory.param_offload.buckets import uses_of
 from outcore.memory.param_offload.offloader import StateOffloader
-from outcore.planner.memory.state_policy import StatePolicy
+from outcore.planner.memory.state_policy import StatePolicy, further
 
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
@@ -59,8 +59,7 @@ def follow(managed_forward: ManagedForward, where: StatePolicy) -> bool:
         return False
     if where != placement.where:
         placement.where = where
-        left = states[states.index(where) :] if where in states else (where,)
-        managed_forward.settings = replace(managed_forward.settings, states=left)
+        managed_forward.settings = replace(managed_forward.settings, states=further(states, where))
     return move(managed_forward, placement)
 
 
