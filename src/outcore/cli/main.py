@@ -9,10 +9,13 @@ job's own code failed, with its traceback; 2 the command line itself was wrong; 
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import traceback
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -76,7 +79,9 @@ class _Commands(TyperGroup):
         made = typer.Typer(**_STYLE)
         module = import_module(f"outcore.cli.{_FILES.get(cmd_name, cmd_name)}")
         made.command(cmd_name, cls=_Command)(getattr(module, cmd_name))
-        return typer.main.get_command(made)
+        command = typer.main.get_command(made)
+        command.help = _flowing(command.help or "")
+        return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._listing = True
@@ -84,6 +89,20 @@ class _Commands(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self._listing = False
+
+
+def _flowing(text: str) -> str:
+    """Help whose paragraphs are broken by the terminal, not where the source is; examples keep their lines, all of them
+    at the margin, where rich puts the first in any case."""
+    lines = inspect.cleandoc(text).split("\n")
+    flowing = lines[:1]
+    for before, line in pairwise(lines):
+        example = [bool(re.match(r" {4}|outcore ", either)) for either in (before, line)]
+        if before and line and not any(example):
+            flowing[-1] += f" {line}"
+        else:
+            flowing.append(line.strip())
+    return "\n".join(flowing)
 
 
 def _bare(params: Any) -> Any:
