@@ -83,3 +83,22 @@ def test_what_is_wrong_is_said_before_anything_begins(words: list[str], said: st
     (tmp_path / "empty").mkdir()
     shown = outcore_command(*words, folder=tmp_path)
     assert shown.returncode == 1 and said in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("plan", "job.py", "--memory", "3MiB", "-o", "none/p.json"),
+            "no folder none for p.json; make it first: mkdir",
+        ),
+        (("graph", "job.py", "--svg", "here"), "here is a folder; give the name of a file: here/NAME"),
+        (("explore", "job.py", "--no-open"), "no file job.py; write one with these two functions"),
+    ],
+)
+def test_what_cannot_be_written_or_read_is_said_before_any_work(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    shown = outcore_command(*arguments, folder=tmp_path)
+    assert shown.returncode == 1 and said in shown.stderr and not shown.stdout

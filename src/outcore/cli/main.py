@@ -16,6 +16,7 @@ import traceback
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -46,8 +47,18 @@ _FILES = {"simulate": "plan"}
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
+_FOLDERS = {"sweep", "infer"}
+"""Commands whose output may be a folder, which they make."""
+
+
 class _Command(TyperCommand):
-    """A command whose flags are shown without a type."""
+    """A command whose flags are shown without a type, and which looks where it is to write before it works."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for name in ("svg", "html", "trace", "export", "output"):
+            if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
+                _check_file(Path(path))
+        return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
         return _bare(super().get_params(ctx))
@@ -89,6 +100,16 @@ class _Commands(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self._listing = False
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that could not be written."""
+    from outcore.errors import OutcoreError
+
+    if path.is_dir():
+        raise OutcoreError(f"{path} is a folder; give the name of a file: {path / 'NAME'}")
+    if not path.parent.is_dir():
+        raise OutcoreError(f"no folder {path.parent} for {path.name}; make it first: mkdir -p {path.parent}")
 
 
 def _flowing(text: str) -> str:
