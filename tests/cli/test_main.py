@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outcore.cli.common.wording import typed
-from outcore.cli.main import _FILES, COMMANDS
+from outcore.cli.main import _FILES, COMMANDS, _flowing
 from tests.cli.command import outcore_command
 
 
@@ -36,6 +36,13 @@ def test_every_command_is_there_and_its_help_names_no_type_of_a_flag(name: str) 
     shown = outcore_command(name, "--help")
     assert shown.returncode == 0 and "<bool>" not in shown.stdout and "Usage: outcore" in shown.stdout
     assert COMMANDS[name]
+    assert "[[" not in shown.stdout
+
+
+def test_paragraphs_of_help_are_broken_by_the_terminal_and_examples_stay() -> None:
+    text = "Do this.\n\n    A sentence that\n    goes on:\n\n        outcore a\n        outcore b\n\n    The\n    end."
+    flowing = "Do this.\n\nA sentence that goes on:\n\noutcore a\noutcore b\n\nThe end."
+    assert _flowing(text) == flowing and _flowing(flowing) == flowing
 
 
 def test_messages_are_in_the_words_of_the_command_line() -> None:
@@ -76,3 +83,22 @@ def test_what_is_wrong_is_said_before_anything_begins(words: list[str], said: st
     (tmp_path / "empty").mkdir()
     shown = outcore_command(*words, folder=tmp_path)
     assert shown.returncode == 1 and said in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("plan", "job.py", "--memory", "3MiB", "-o", "none/p.json"),
+            "no folder none for p.json; make it first: mkdir",
+        ),
+        (("graph", "job.py", "--svg", "here"), "here is a folder; give the name of a file: here/NAME"),
+        (("explore", "job.py", "--no-open"), "no file job.py; write one with these two functions"),
+    ],
+)
+def test_what_cannot_be_written_or_read_is_said_before_any_work(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    shown = outcore_command(*arguments, folder=tmp_path)
+    assert shown.returncode == 1 and said in shown.stderr and not shown.stdout

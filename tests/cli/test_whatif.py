@@ -70,3 +70,11 @@ def test_what_is_not_known_is_refused_and_nothing_is_written(job: Path, tmp_path
     with pytest.raises(OutcoreError):
         run(str(job), *words, "-o", str(tmp_path / "out.json"))
     assert {p for p in tmp_path.rglob("*") if "__pycache__" not in p.parts} == before
+
+
+def test_sentences_are_broken_at_the_width_of_the_terminal(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = run(str(job), "--on", "v100", "--gpus", "1,2", "--link", "1gbit")
+    table, _, sentences = shown.partition("\n\n")
+    assert max(map(len, table.splitlines())) > 60  # no column is cut
+    assert sentences.strip() and max(map(len, sentences.splitlines())) <= 60

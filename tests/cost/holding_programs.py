@@ -88,7 +88,7 @@ class Source:
             case "pair":
                 self.bind(f"pair({a})[{self.random.randrange(2)}]")
             case "attribute":
-                self.lines.append(f"self.held{self.random.randrange(2)} = {a} + 5")
+                self.lines.append(f"self.held{len(self.lines)} = {a} + 5")
             case "view":
                 self.bind(f"{a}.flatten(2).unflatten(2, ({SIZE}, {SIZE}))")
             case "list":

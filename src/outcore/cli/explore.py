@@ -59,6 +59,7 @@ def explore(
         outcore explore runs/first      (the job of a run, and the run itself while it goes on)
     """
     from outcore.explore.parts import ExploreSettings, explore_bundle
+    from outcore.job import Job
     from outcore.machine import parse
     from outcore.machine.units import parse_bytes
 
@@ -71,6 +72,8 @@ def explore(
         from outcore.explore.watched_run import settings_of_run
 
         base = settings_of_run(Path(job))
+    elif ":" not in job and not Path(job).is_file():
+        Job.load(job)  # which says what is missing
     given = {"batch": batch, "devices": devices, "memory": memory, "run": str(run) if run is not None else None}
     settings = replace(
         base,

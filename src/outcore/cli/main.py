@@ -9,10 +9,14 @@ job's own code failed, with its traceback; 2 the command line itself was wrong; 
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import traceback
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -43,8 +47,18 @@ _FILES = {"simulate": "plan"}
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
+_FOLDERS = {"sweep", "infer"}
+"""Commands whose output may be a folder, which they make."""
+
+
 class _Command(TyperCommand):
-    """A command whose flags are shown without a type."""
+    """A command whose flags are shown without a type, and which looks where it is to write before it works."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for name in ("svg", "html", "trace", "export", "output"):
+            if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
+                _check_file(Path(path))
+        return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
         return _bare(super().get_params(ctx))
@@ -76,7 +90,9 @@ class _Commands(TyperGroup):
         made = typer.Typer(**_STYLE)
         module = import_module(f"outcore.cli.{_FILES.get(cmd_name, cmd_name)}")
         made.command(cmd_name, cls=_Command)(getattr(module, cmd_name))
-        return typer.main.get_command(made)
+        command = typer.main.get_command(made)
+        command.help = _flowing(command.help or "")
+        return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._listing = True
@@ -84,6 +100,30 @@ class _Commands(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self._listing = False
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that could not be written."""
+    from outcore.errors import OutcoreError
+
+    if path.is_dir():
+        raise OutcoreError(f"{path} is a folder; give the name of a file: {path / 'NAME'}")
+    if not path.parent.is_dir():
+        raise OutcoreError(f"no folder {path.parent} for {path.name}; make it first: mkdir -p {path.parent}")
+
+
+def _flowing(text: str) -> str:
+    """Help whose paragraphs are broken by the terminal, not where the source is; examples keep their lines, all of them
+    at the margin, where rich puts the first in any case."""
+    lines = inspect.cleandoc(text).split("\n")
+    flowing = lines[:1]
+    for before, line in pairwise(lines):
+        example = [bool(re.match(r" {4}|outcore ", either)) for either in (before, line)]
+        if before and line and not any(example):
+            flowing[-1] += f" {line}"
+        else:
+            flowing.append(line.strip())
+    return "\n".join(flowing)
 
 
 def _bare(params: Any) -> Any:

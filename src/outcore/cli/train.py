@@ -23,7 +23,7 @@ def train(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.NAME=VALUE]...", help="Any setting: plan.memory=20GiB", show_default=False),
+        typer.Argument(metavar="SECTION.NAME=VALUE", help="Any setting: plan.memory=20GiB", show_default=False),
     ] = None,
     inputs: Inputs = None,
     arguments: Arguments = None,

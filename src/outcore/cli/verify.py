@@ -24,7 +24,7 @@ __all__ = ["verify"]
 def verify(
     job: JobName,
     plan_file: Annotated[
-        Path | None, typer.Argument(metavar="[PLAN]", help="A plan for one device; without it one is made.")
+        Path | None, typer.Argument(metavar="PLAN", help="A plan for one device; without it one is made.")
     ] = None,
     inputs: Inputs = None,
     arguments: Arguments = None,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
@@ -104,14 +105,16 @@ def whatif(
     counts = [int(n) for n in _numbers(gpus, "--gpus")]
     joined = [parse_link(link, device) for device in devices] if counts else []
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
-    # Wide enough for every column, also where the terminal's width is not known.
-    console = Console(width=max(Console().width, 132))
+    console = Console()
+    # Tables are wide enough for every column, also where the terminal's width is not known; sentences are not.
+    wide = Console(width=max(console.width, 132))
     document: dict[str, Any] = {}
 
     def show(key: str, value: Any, table: RenderableType) -> None:
         document.setdefault(key, []).append(value.to_json())
         if not json:
-            console.print(table)
+            for part in table.renderables if isinstance(table, Group) else [table]:
+                (wide if isinstance(part, Table) else console).print(part)
             console.print()
 
     here = None

@@ -6,6 +6,9 @@ not used, a branch for a metric), it is freed with the tensor:
 
     a = conv1(x)        conv2 saved a; backward never comes here, but as long as b is a variable, a is there
     b = conv2(a)
+
+What an attribute of the model holds is there when the next step begins, and is counted until the call that makes its
+successor; a program that lets go of it before (sets it to None, writes it twice) holds less than is predicted.
 """
 
 from __future__ import annotations
