@@ -66,12 +66,13 @@ def compile_within(
     plain_bytes = memory_curve(graph, account(graph), optimizer=optimizer).peak_bytes
     if isinstance(budget, float):
         budget = int(budget * plain_bytes)
-    settings = CompileSettings(budget, optimizer, loss, loss_bytes, plain_bytes, graphs=graphs)
+    on_gpu = any(p.device.type == "cuda" for p in model.parameters())
+    settings = CompileSettings(budget, optimizer, loss, loss_bytes, plain_bytes, graphs=graphs and on_gpu)
     call = arguments_as_called(model, args, kwargs)
     if not quiet:
         print("outcore: compiling; this takes from seconds to minutes", file=sys.stderr)
     try:
-        if graphs:
+        if settings.graphs:
             try:
                 plan = install_compiled_forward(model, *call, settings)
             except PlanError as refused:
@@ -79,9 +80,13 @@ def compile_within(
             else:
                 if plan.graphs:
                     return plan
+                model.__dict__.update(model.__dict__.pop("forward").before)
                 told = "torch.compile could not record this step as CUDA graphs"
-            print(f"outcore: {told}; compiled without", file=sys.stderr) if not quiet else None
+            if not quiet:
+                print(f"outcore: {told}; compiled without", file=sys.stderr)
             settings = replace(settings, graphs=False)
+        elif graphs and not quiet:
+            print("outcore: there are no CUDA graphs on this device; compiled without", file=sys.stderr)
         try:
             return install_compiled_forward(model, *call, settings)
         except PlanError as refused:
