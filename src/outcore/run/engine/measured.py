@@ -76,8 +76,8 @@ class Comparison:
         timed = with_measured_times(stages, measured)
         first, split = timed.stages[0], None
         if parts > 1:
-            ways = ((PartCompute((seconds,) * parts),) for seconds in (first.forward_s, first.backward_s))
-            split = SplitStageCosts(*ways, (PartBytes(),) * parts)
+            forward, backward = (PartCompute((s,) * parts) for s in (first.forward_s, first.backward_s))
+            split = SplitStageCosts((forward,), (backward,), (PartBytes(),) * parts)
         return cls(simulate(program, timed, split=split), measured)
 
     @property
