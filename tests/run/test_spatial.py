@@ -56,6 +56,18 @@ def test_replicas_of_a_grid_have_one_set_of_statistics(ranks: Pool) -> None:
     _run(ranks, "unet-bn", plan, pieces=4, size=16)
 
 
+def _compared() -> float:
+    made = make_plan("unet-bn", stages=2, **SPLIT)
+    with Engine(CASES["unet-bn"].job, made, optimizer=momentum) as engine:
+        engine.step(*batches_of("unet-bn", 1, 4)[0])
+        return engine.comparison().ratio
+
+
+@pytest.mark.slow
+def test_a_step_on_a_grid_is_compared_with_its_schedule(ranks: Pool) -> None:
+    assert all(ratio > 0.5 for ratio in ranks.run(_compared, 3))
+
+
 @pytest.mark.slow
 def test_a_grid_before_a_pipeline_in_two_replicas(ranks: Pool) -> None:
     """Six ranks: twice two that share the image and one behind them; borders go ahead."""

@@ -34,7 +34,8 @@ def test_what_follows_the_image_is_a_stage_of_its_own() -> None:
     plan.validate(_graph(head=True), ranks=4)
 
 
-def test_a_slow_link_has_halos_computed_twice() -> None:
+def test_a_slow_link_has_halos_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.spatial.script.POSTING_S", 0.0)
     slow = replace(parse("v100x4"), between_devices=Link.symmetric(bandwidth_bytes_per_s=1e9, latency_s=0.5))
     fast = replace(slow, between_devices=Link.symmetric(bandwidth_bytes_per_s=1e18))
     assert plan_grid(_graph(), (2, 2), machine=slow).spatial["twice"]  # type: ignore[index]

@@ -195,10 +195,10 @@ class _Grids:
                 continue
             for counts in search.grids(self.devices // replicas):
                 try:
-                    choice = search.choice(counts)
+                    choice = search.choice(counts, 1 / replicas if self.shared else 1.0)
                 except PlanError:
                     continue
-                found.append(_Row(choice.time_s / replicas, replicas, choice))
+                found.append(_Row(choice.time_s, replicas, choice))
         return sorted(found, key=lambda row: row.least_s)
 
     def _grids(self, search: GridSearch, found: list[_Row], within_s: float) -> Iterator[Plan]:

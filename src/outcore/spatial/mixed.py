@@ -61,10 +61,9 @@ def mixed_plans(search: GridSearch, devices: int, samples: int, *, pieces: bool,
             )
             try:
                 layout = layout_of_stage(search.graph, first, spatial, search.network)
-                costs = _costs(search, layout, first)
                 for count in range(1, min(samples, _MOST_PIECES) + 1 if pieces else 2):
                     if samples % count == 0:
-                        made = _plan(search, stages, spatial, count, costs)
+                        made = _plan(search, stages, spatial, count, _costs(search, layout, first, count))
                         assert made.predicted is not None
                         found.append((made.predicted.time_s, made, layout))
             except OutcoreError:
@@ -74,14 +73,16 @@ def mixed_plans(search: GridSearch, devices: int, samples: int, *, pieces: bool,
     for time_s, made, layout in found[:_COUNTED]:
         if time_s < within_s:
             first = frozenset(made.calls(search.graph)[0])
-            costs = replace(_costs(search, layout, first), memory=bytes_of_ranks(layout, first))
+            memory = tuple(part.scaled(1 / made.micro_batches) for part in bytes_of_ranks(layout, first))
+            costs = replace(_costs(search, layout, first, made.micro_batches), memory=memory)
             finished.append(_plan(search, made.stages, {"grid": list(made.grid)}, made.micro_batches, costs))
     return finished
 
 
-def _costs(search: GridSearch, layout: SplitLayout, first: frozenset[str]) -> SplitStageCosts:
+def _costs(search: GridSearch, layout: SplitLayout, first: frozenset[str], pieces: int) -> SplitStageCosts:
     """Without bytes."""
-    return SplitStageCosts(*part_scripts(layout, search.weights, first), (PartBytes(),) * len(layout.grid))
+    scripts = part_scripts(layout, search.weights, first, 1 / pieces)
+    return SplitStageCosts(*scripts, (PartBytes(),) * len(layout.grid))
 
 
 def _plan(

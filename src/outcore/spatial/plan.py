@@ -44,11 +44,13 @@ _FASTER = 0.9999
 
 @dataclass(frozen=True)
 class GridChoice:
-    """A grid, what is computed twice or early on it, and what a forward and a backward of the whole batch take."""
+    """A grid, what is computed twice or early on it, and what a forward and a backward take."""
 
     layout: SplitLayout
     twice: tuple[str, ...]
     early: tuple[str, ...]
+    fraction: float
+    """The part of the recorded batch that the times are for."""
     scripts: tuple[PartScript, PartScript]
     forecast: SplitForecast
 
@@ -74,20 +76,22 @@ class GridSearch:
             if math.prod(counts) == count and all(n >= 4 * c for n, c in zip(pixels, counts, strict=False)):
                 yield counts
 
-    def choice(self, counts: tuple[int, ...]) -> GridChoice:
-        """One grid, with all halos exchanged; raises where nothing of the network can be split."""
+    def choice(self, counts: tuple[int, ...], fraction: float = 1.0) -> GridChoice:
+        """One grid, with all halos exchanged, for a part of the batch; raises where nothing can be split."""
         grid, extent = PartGrid(counts), split_extent(self.network, counts)
         if not extent.calls:
             where, why = next(iter(extent.stopped), ("the model", "no input is an image"))
             raise PlanError(f"nothing of {self.graph.root.type} can be split: {where} comes first, and {why}")
         whole_on = self._whole_on(extent.calls, len(grid))
-        return self._timed(lay_out(self.network, extent, grid, whole_on=whole_on), (), ())
+        return self._timed(lay_out(self.network, extent, grid, whole_on=whole_on), (), (), fraction)
 
-    def _timed(self, layout: SplitLayout, twice: tuple[str, ...], early: tuple[str, ...]) -> GridChoice:
+    def _timed(
+        self, layout: SplitLayout, twice: tuple[str, ...], early: tuple[str, ...], fraction: float
+    ) -> GridChoice:
         first, _ = self._stages(layout.extent.calls)
-        scripts = part_scripts(layout, self.weights, first)
+        scripts = part_scripts(layout, self.weights, first, fraction)
         took = step_s(scripts, self.links, len(layout.grid))
-        return GridChoice(layout, twice, early, scripts, split_forecast(layout, *took))
+        return GridChoice(layout, twice, early, fraction, scripts, split_forecast(layout, *took))
 
     def _stages(self, split: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         """The calls of the first stage, and those of a second one: what needs the whole image is a stage of its own
@@ -109,7 +113,7 @@ class GridSearch:
                 if value in best.twice:
                     continue
                 layout = lay_out(self.network, given.extent, given.grid, twice=twice, early=early, whole_on=whole_on)
-                other = self._timed(layout, twice, early)
+                other = self._timed(layout, twice, early, best.fraction)
                 best = other if other.time_s < _FASTER * best.time_s else best
         return best
 
@@ -147,7 +151,11 @@ class GridSearch:
             spatial=spatial,
             why=(str(choice.forecast), *self._stopped(layout)),
         )
-        costs = SplitStageCosts(*choice.scripts, self.memory(choice))
+        fraction = 1 / (replicas * batches)
+        scripts = choice.scripts
+        if fraction != choice.fraction:
+            scripts = part_scripts(layout, self.weights, split, fraction)
+        costs = SplitStageCosts(*scripts, tuple(part.scaled(fraction) for part in self.memory(choice)))
         timeline = grid_timeline(made, self.graph, self.weights, self.links, costs)
         peaks = timeline.peak_bytes[: made.ranks_per_replica]
         return replace(made, predicted=PredictedStep(timeline.step_s, peaks, timeline.bubble, "simulated"))

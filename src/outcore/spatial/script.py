@@ -3,7 +3,8 @@
 It is made from the layout that the ranks run, node by node: computing takes the cost of the call on the whole image
 times the share that a rank computes of it, halo included, and at least what its host takes to launch it; borders and
 sums are sent where `outcore.spatial.execute` sends them, and waited for where it waits. Backward goes the other way:
-what was waited for is sent back, what was sent is waited for.
+what was waited for is sent back, what was sent is waited for. A message also takes those at its ends some time of their
+own, a copy and a call each (`POSTING_S`, an assumption that is not fitted to any machine).
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ from outcore.stream.rules.normalise import Apply
 
 __all__ = ["part_scripts", "step_s"]
 
+POSTING_S = 20e-6
+"""What a message takes of the host that sends it, and of the one that receives it."""
+
 _Action = PartCompute | PartSend | PartWait
 
 
-def part_scripts(layout: SplitLayout, weights: CallWeights, calls: Collection[str]) -> tuple[PartScript, PartScript]:
-    """The forward and the backward of a stage of these calls on a grid."""
-    return _Scripts(layout, weights).of(calls)
+def part_scripts(
+    layout: SplitLayout, weights: CallWeights, calls: Collection[str], fraction: float = 1.0
+) -> tuple[PartScript, PartScript]:
+    """The forward and the backward of a stage of these calls on a grid, for a part of the recorded batch."""
+    return _Scripts(layout, weights, fraction).of(calls)
 
 
 def step_s(scripts: tuple[PartScript, PartScript], links: Links, count: int) -> tuple[float, list[Event]]:
@@ -46,8 +52,9 @@ def step_s(scripts: tuple[PartScript, PartScript], links: Links, count: int) -> 
 
 
 class _Scripts:
-    def __init__(self, layout: SplitLayout, weights: CallWeights) -> None:
+    def __init__(self, layout: SplitLayout, weights: CallWeights, fraction: float) -> None:
         self.layout, self.weights, self.network = layout, weights, layout.network
+        self.fraction = fraction
         self.count = len(layout.grid)
 
     def of(self, calls: Collection[str]) -> tuple[PartScript, PartScript]:
@@ -61,24 +68,24 @@ class _Scripts:
             exchange = self.layout.exchanges.get(node.output)
             if exchange is not None and node.output in self.layout.borders:
                 ahead, ahead_back = self._borders(node)
-                forward += [ahead, PartSend(exchange.value, self._messages(exchange)), *made]
+                forward += [ahead, *self._sent(exchange.value, self._messages(exchange)), *made]
                 backward += [ahead_back, PartWait(f"{exchange.value} back"), *reversed(back)]
                 continue
             forward += made
             backward += reversed(back)
             if exchange is not None:
-                forward.append(PartSend(exchange.value, self._messages(exchange)))
+                forward += self._sent(exchange.value, self._messages(exchange))
                 backward.append(PartWait(f"{exchange.value} back"))
         for gather in self.layout.gathers.values():
-            forward += [PartSend(f"{gather.value} whole", self._messages(gather)), PartWait(f"{gather.value} whole")]
+            forward += [*self._sent(f"{gather.value} whole", self._messages(gather)), PartWait(f"{gather.value} whole")]
             backward += [PartWait(f"{gather.value} back"), *self._back(gather)]
         split = self.layout.extent.calls
         rest = [self.weights.calls[c] for c in self.network.graph.calls if c in calls and c not in split]
         if rest:
             # All ranks run it, for buffers and random numbers; the first alone with gradients.
-            forward.append(PartCompute((sum(r.forward_s for r in rest),) * self.count))
-            alone = (sum(r.backward_s for r in rest), *(0.0,) * (self.count - 1))
-            backward.append(PartCompute(alone))
+            ways = [[_seconds(r, [self.fraction], 1, backward=way)[0] for r in rest] for way in (False, True)]
+            forward.append(PartCompute((sum(ways[0]),) * self.count))
+            backward.append(PartCompute((sum(ways[1]), *(0.0,) * (self.count - 1))))
         return tuple(forward), tuple(reversed(backward))
 
     def _node(self, node: RegionNode) -> tuple[list[_Action], list[_Action]]:
@@ -99,7 +106,9 @@ class _Scripts:
     def _borders(self, node: RegionNode) -> tuple[PartCompute, PartCompute]:
         """What the strips of an early value take, forward and backward."""
         cost, whole = self.weights.calls[node.call], max(1, math.prod(node.shape))
-        shares = [[elements(strip) / whole for strip in strips] for strips in self.layout.borders[node.output]]
+        shares = [
+            [self.fraction * elements(strip) / whole for strip in strips] for strips in self.layout.borders[node.output]
+        ]
         ways = []
         for backward in (False, True):
             each = [_seconds(cost, strips, 1, backward=backward) for strips in shares]
@@ -116,8 +125,8 @@ class _Scripts:
             regions = [r.made.get(node.output) for r in self.layout.ranks]
             whole = math.prod(node.shape)
         else:
-            return [1.0] * self.count
-        return [0.0 if r is None else min(1.0, elements(r) / max(1, whole)) for r in regions]
+            return [self.fraction] * self.count
+        return [0.0 if r is None else self.fraction * min(1.0, elements(r) / max(1, whole)) for r in regions]
 
     def _sum(self, node: RegionNode, name: str) -> list[_Action]:
         """A row from every rank to every other."""
@@ -126,19 +135,27 @@ class _Scripts:
             node = self.network.nodes[node.operands[1].name]
         nbytes = math.prod(node.shape) * node.dtype.itemsize
         rows = tuple((a, b, nbytes) for a in ranks for b in ranks if a != b)
-        return [PartSend(name, rows), PartWait(name)] if rows else []
+        return [*self._sent(name, rows), PartWait(name)] if rows else []
+
+    def _sent(self, name: str, messages: tuple[tuple[int, int, int], ...]) -> list[_Action]:
+        """Messages, and what they take of the hosts at their ends."""
+        ends = [0] * self.count
+        for source, target, _ in messages:
+            ends[source] += 1
+            ends[target] += 1
+        return [PartSend(name, messages), PartCompute(tuple(POSTING_S * n for n in ends))]
 
     def _messages(self, exchange: Exchange) -> tuple[tuple[int, int, int], ...]:
         size, ranks = self.network.dtypes[exchange.value].itemsize, range(self.count)
         pieces = ((a, b, exchange.piece(a, b)) for a in ranks for b in ranks if a != b)
-        return tuple((a, b, elements(p) * size) for a, b, p in pieces if p is not None)
+        return tuple((a, b, round(self.fraction * elements(p) * size)) for a, b, p in pieces if p is not None)
 
     def _back(self, exchange: Exchange) -> list[_Action]:
         """The gradients of what was received, to where it came from."""
         if not self._graded(exchange.value):
             return []
         sent = tuple((b, a, n) for a, b, n in self._messages(exchange) if b in exchange.graded)
-        return [PartSend(f"{exchange.value} back", sent)]
+        return list(reversed(self._sent(f"{exchange.value} back", sent)))  # in the reverse order of doing
 
     def _graded(self, value: str) -> bool:
         values = self.network.graph.values

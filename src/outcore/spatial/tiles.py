@@ -124,7 +124,8 @@ class _SharedTiles(Execution):
 
     def _tiles_of(self, rank: int) -> list[list[int]]:
         """The tiles of a rank, by pass: those over its part."""
-        at, found = self.grid.position(rank), []
+        at = self.grid.position(rank)
+        found: list[list[int]] = []
         for kinds in self.kinds:
             counts = kinds.cut.counts
             spans = [self.grid.interval(axis, at[axis], n) for axis, n in enumerate(counts)]

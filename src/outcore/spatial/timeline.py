@@ -32,18 +32,19 @@ def predict_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Link
     if "tile" in plan.spatial:
         raise PlanError("the timeline of a grid whose ranks stream tiles is not simulated; leave out the tile")
     calls = frozenset(plan.calls(graph)[0])
-    costs = split_costs(layout_of_stage(graph, calls, plan.spatial), weights, calls)
+    fraction = 1 / (plan.replicas * plan.micro_batches * plan.batches)
+    costs = split_costs(layout_of_stage(graph, calls, plan.spatial), weights, calls, fraction)
     return grid_timeline(plan, graph, weights, links, costs)
 
 
-def split_costs(layout: SplitLayout, weights: CallWeights, calls: frozenset[str]) -> SplitStageCosts:
-    """A first stage of these calls on a grid, for the batch that the network was recorded with."""
-    return SplitStageCosts(*part_scripts(layout, weights, calls), bytes_of_ranks(layout, calls))
+def split_costs(layout: SplitLayout, weights: CallWeights, calls: frozenset[str], fraction: float) -> SplitStageCosts:
+    """A first stage of these calls on a grid, for a part of the batch that the network was recorded with."""
+    memory = tuple(part.scaled(fraction) for part in bytes_of_ranks(layout, calls))
+    return SplitStageCosts(*part_scripts(layout, weights, calls, fraction), memory)
 
 
 def grid_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links, costs: SplitStageCosts) -> Timeline:
-    """The timeline of a plan with a grid, whose first stage is known."""
+    """The timeline of a plan with a grid, of whose first stage the costs of a micro-batch are known."""
     program, stages = lower(plan, graph, weights)
-    fraction = 1 / (plan.replicas * plan.micro_batches * plan.batches)
     program = split_first_stage(program, plan.parts, plan.replicas)
-    return replace(simulate(program, stages, links, split=costs.scaled(fraction)), name=plan.arrangement)
+    return replace(simulate(program, stages, links, split=costs), name=plan.arrangement)

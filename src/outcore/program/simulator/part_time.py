@@ -9,7 +9,7 @@ needs. What stands between a send and its wait overlaps with the messages, as it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from outcore.program.instructions import Backward, Compute, Forward
@@ -56,6 +56,11 @@ class PartBytes:
     peak: int = 0
     """With the gradients of parameters that backward has made by then."""
 
+    def scaled(self, fraction: float) -> PartBytes:
+        """The same for a part of the batch, as if gradients of parameters shrank with it."""
+        held, forward, most = (round(n * fraction) for n in (self.held, self.forward_peak, self.peak))
+        return PartBytes(held, forward, most)
+
 
 @dataclass(frozen=True, slots=True)
 class SplitStageCosts:
@@ -70,30 +75,6 @@ class SplitStageCosts:
     def parts(self) -> int:
         """Ranks of the grid."""
         return len(self.memory)
-
-    def scaled(self, fraction: float) -> SplitStageCosts:
-        """The same for a part of the batch; gradients of parameters, which do not shrink, are counted as if they did
-        not appear at the peak."""
-        if fraction == 1:
-            return self
-
-        def script(given: PartScript) -> PartScript:
-            found: list[PartCompute | PartSend | PartWait] = []
-            for action in given:
-                if isinstance(action, PartCompute):
-                    found.append(PartCompute(tuple(s * fraction for s in action.seconds)))
-                elif isinstance(action, PartSend):
-                    sent = tuple((a, b, round(n * fraction)) for a, b, n in action.messages)
-                    found.append(replace(action, messages=sent))
-                else:
-                    found.append(action)
-            return tuple(found)
-
-        memory = (
-            PartBytes(round(m.held * fraction), round(m.forward_peak * fraction), round(m.peak * fraction))
-            for m in self.memory
-        )
-        return SplitStageCosts(script(self.forward), script(self.backward), tuple(memory))
 
 
 def perform_parts(

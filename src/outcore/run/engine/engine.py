@@ -351,7 +351,9 @@ class Engine:
     def comparison(self) -> Comparison:
         """The last step beside what its schedule predicts from the measured times of single stages; collective."""
         step_programs = self.assembly.step_programs
-        return Comparison.with_schedule(step_programs.training, step_programs.stages, self.timeline())
+        return Comparison.with_schedule(
+            step_programs.training, step_programs.stages, self.timeline(), max(1, self.plan.parts)
+        )
 
     def count_memory(self, on: bool = True) -> None:
         """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""

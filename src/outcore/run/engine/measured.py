@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from outcore.machine.units import format_bytes, format_time
 from outcore.program import Event, Program, Stages, Timeline, simulate
 from outcore.program.simulator.memory_curve import RankMemory
+from outcore.program.simulator.part_time import PartBytes, PartCompute, SplitStageCosts
 from outcore.program.timeline import COMPUTE
 from outcore.run.engine.device_clock import clock_offset
 from outcore.run.engine.worker import Worker
@@ -69,10 +70,15 @@ class Comparison:
     measured: Timeline
 
     @classmethod
-    def with_schedule(cls, program: Program, stages: Stages, measured: Timeline) -> Comparison:
+    def with_schedule(cls, program: Program, stages: Stages, measured: Timeline, parts: int = 1) -> Comparison:
         """Compare with a prediction from the program and the measured times of single stages: what the schedule alone
-        explains."""
-        return cls(simulate(program, with_measured_times(stages, measured)), measured)
+        explains. Of a first stage on a grid of so many `parts`, that is computing without messages."""
+        timed = with_measured_times(stages, measured)
+        first, split = timed.stages[0], None
+        if parts > 1:
+            forward, backward = (PartCompute((s,) * parts) for s in (first.forward_s, first.backward_s))
+            split = SplitStageCosts((forward,), (backward,), (PartBytes(),) * parts)
+        return cls(simulate(program, timed, split=split), measured)
 
     @property
     def ratio(self) -> float:
