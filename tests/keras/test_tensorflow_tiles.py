@@ -55,11 +55,10 @@ def step(model: Any, x: Any, weight: Any = None) -> tuple[Any, list[Any]]:
     return out, list(tape.gradient(loss, [x, *(v.value for v in model.trainable_variables)]))
 
 
-@pytest.mark.parametrize(
-    ("build", "shape", "tile"),
-    [(unet, (1, 24, 32, 2), 16), (residual, (2, 61, 48, 3), (3, 2)), (odd, (1, 29, 34, 3), (9, 14))],
-)
-def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+CASES = [(unet, (1, 24, 32, 2), 16), (residual, (2, 61, 48, 3), (3, 2)), (odd, (1, 29, 34, 3), (9, 14))]
+
+
+def compare(build: Any, shape: Any, tile: Any) -> None:
     model = frozen(build())
     x = tf.constant(np.random.default_rng(0).standard_normal(shape))
     want, gradients = step(model, x)
@@ -71,6 +70,21 @@ def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: An
         assert error(a, b) < 1e-10
     outcore.release(model)
     assert "call" not in model.__dict__
+
+
+@pytest.mark.parametrize(("build", "shape", "tile"), CASES)
+def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+    tf.config.run_functions_eagerly(True)  # tracing takes longer than running, at this size
+    try:
+        compare(build, shape, tile)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "shape", "tile"), CASES)
+def test_traced_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+    compare(build, shape, tile)
 
 
 def test_what_depends_on_all_pixels_is_refused() -> None:

@@ -5,7 +5,7 @@ runs the segment again from its inputs, and differentiates that run. `tf.recompu
 without state. A Keras layer has state: a second run would update batch normalization twice and draw other dropout
 masks. So a segment runs as a pure function, in Keras' `StatelessScope`: weights, statistics and seeds are arguments,
 new statistics and seeds are results, which are assigned once, after the first run. The second run has the same
-arguments, so it gives the same values bit for bit; gradients that come from several segments are added in another order.
+arguments, so it gives the same values bit for bit; gradients from several segments are added in another order.
 
 In a graph the second run must wait for the gradient of the segment's output. Its arguments pass an identity that has
 this gradient as a control input; that also keeps the graph's optimizer from merging both runs.
