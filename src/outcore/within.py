@@ -26,6 +26,7 @@ from outcore.cost.costs import Costs
 from outcore.errors import OutcoreError, PlanError
 from outcore.keras.installed import is_keras
 from outcore.keras.tensorflow import planned as tensorflow_plan
+from outcore.keras.torch_backend import drop_early, hold_all
 from outcore.machine.units import parse_bytes
 from outcore.memory.param_offload.bucketed_step import in_parts
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
@@ -127,6 +128,8 @@ def within(
         return faster_of(within, dict(locals()))
     release(model)
     _check(model, exact)
+    if is_keras(model):
+        drop_early(model)
     if graphs not in (True, False, "auto"):
         raise OutcoreError(f'graphs is True, False or "auto", not {graphs!r}')
     if state is None and isinstance(plan, Plan) and plan.state:
@@ -187,6 +190,7 @@ def release(model: nn.Module) -> nn.Module:
     """
     if is_keras(model) and not isinstance(model, nn.Module):
         return tensorflow_plan.release(model)  # type: ignore[no-any-return]
+    hold_all(model)
     managed_forward = model.__dict__.get("forward")
     if isinstance(managed_forward, ManagedForward):
         del model.__dict__["forward"]

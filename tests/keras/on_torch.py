@@ -1,8 +1,10 @@
 """Run with ``KERAS_BACKEND=torch``: Keras itself in float64 on torch, against the twin of the same model; prints JSON.
 
-On TensorFlow, Keras rounds some constants to float32 in a float64 model; on torch it does not, so here every difference
-beyond rounding is a fault of the twin. The models of keras.applications are compared with fixed statistics: in training
-at this size, batch normalization over a few values enlarges rounding by up to 1e7.
+On TensorFlow, Keras rounds some constants to float32 in a float64 model (GELU, leaky ReLU). On torch it casts most
+operations to float32, by one entry of its table of type promotion; with that entry changed it computes in float64
+throughout, so here every difference beyond rounding is a fault of the twin. The models of keras.applications are
+compared with fixed statistics: in training at this size, batch normalization over a few values enlarges rounding by up
+to 1e7.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from keras.src.backend.common import dtypes
 
 from outcore.keras import optimizer_of, to_torch
 from outcore.keras.check import example_inputs
@@ -118,6 +121,7 @@ def compare(name: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
     keras.config.set_floatx("float64")
     for one in sys.argv[1:]:
         print(json.dumps({"name": one, **compare(one)}), flush=True)

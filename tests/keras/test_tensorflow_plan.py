@@ -13,6 +13,7 @@ import outcore.keras
 from outcore.errors import ModelError, OutcoreError, PlanError
 from outcore.keras.tensorflow.calls import functional_of, list_calls
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
+from tests.keras.measured_memory import MODELS, rows
 from tests.keras.oracle import keras, tf
 from tests.keras.random_models import random_model
 from tests.keras.test_convert import residual_class
@@ -63,29 +64,45 @@ def test_a_segment_that_runs_again_has_the_same_gradients_masks_and_statistics_b
     assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)
 
 
-def fitted(model: Any, optimizer: Any = None) -> list[Any]:
+def fitted(model: Any, eager: bool = False) -> list[Any]:
     random = np.random.default_rng(0)
     x, y = random.standard_normal((6, 8, 8, 3)), random.standard_normal((6, 3))
-    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse", jit_compile=False, run_eagerly=eager)
     model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     return [keras.ops.convert_to_numpy(v) for v in model.variables]
 
 
+def small() -> Any:
+    keras.utils.set_random_seed(0)
+    x = given = keras.Input((8, 8, 3))
+    for _ in range(2):
+        x = L.Dropout(0.2)(L.BatchNormalization()(L.Conv2D(8, 3, padding="same", activation="relu")(x)))
+    return keras.Model(given, L.Dense(3)(L.GlobalAveragePooling2D()(x)))
+
+
 def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
-    model = outcore.within(network(), [(4, 8, 8, 3)], memory="75%", quiet=True)
+    model = outcore.within(small(), [(4, 8, 8, 3)], memory="90%", quiet=True)
     plan = outcore.memory_plan(model)
-    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.75 * plan.plain_bytes
-    assert same(fitted(network()), fitted(model), 1e-10)
+    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.9 * plan.plain_bytes
+    assert same(fitted(small()), fitted(model), 1e-10)
     outcore.release(model)
     assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__
 
 
+@pytest.mark.slow
+def test_a_nested_model_within_a_budget_trains_the_weights_of_plain_fit() -> None:
+    model = outcore.within(network(), [(4, 8, 8, 3)], memory="75%", quiet=True)
+    assert outcore.memory_plan(model).peak_bytes <= 0.75 * outcore.memory_plan(model).plain_bytes
+    assert same(fitted(network()), fitted(model), 1e-10)
+
+
+@pytest.mark.slow
 def test_a_model_written_as_a_class_trains_within_a_budget() -> None:
     x = tf.constant(np.random.default_rng(0).standard_normal((4, 6, 6, 3)))
     plain, model = residual_class(), residual_class()
-    outcore.within(model, (x,), memory="80%", quiet=True)
+    outcore.within(model, (x,), memory="90%", quiet=True)
     assert any(recompute for *_, recompute in outcore.memory_plan(model).segments)
-    assert same(gradients(plain, x), gradients(model, x), 0.0)
+    assert same(gradients(plain, x), gradients(model, x), 1e-14)
     assert same([plain(x)], [model(x)], 0.0)
 
 
@@ -107,6 +124,7 @@ def measured_peak(model: Any, x: Any) -> int:
     return int(tf.config.experimental.get_memory_info("CPU:0")["peak"]) - before
 
 
+@pytest.mark.slow
 def test_the_peak_that_tensorflow_counts_is_within_the_budget() -> None:
     keras.config.set_floatx("float32")
     x, model = tf.random.normal((8, 128, 128, 8)), chain()  # values of 4 MiB, which the allocator does not round
@@ -122,7 +140,8 @@ def test_the_peak_that_tensorflow_counts_is_within_the_budget() -> None:
     assert found < 0.75 * plain
 
 
-def test_micro_batches_have_the_gradients_of_the_whole_batch() -> None:
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_micro_batches_have_the_gradients_of_the_whole_batch(eager: bool) -> None:
     def build() -> Any:
         keras.utils.set_random_seed(0)
         given = keras.Input((8, 8, 3))
@@ -130,13 +149,16 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch() -> None:
         return keras.Model(given, L.Dense(3)(L.Flatten()(x)))
 
     model = outcore.keras.within(build(), [(4, 8, 8, 3)], memory=None, micro_batches=3, quiet=True)
-    assert same(fitted(build()), fitted(model), 1e-10)  # batches of 4 and of 2, which is less than 3
+    assert same(fitted(build(), eager), fitted(model, eager), 1e-10)  # batches of 4 and of 2, which is less than 3
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+@pytest.mark.slow
+def test_a_budget_that_is_too_small_is_refused() -> None:
     with pytest.raises(PlanError, match="smallest peak found"):
         outcore.within(network(), [(4, 8, 8, 3)], memory="1%", quiet=True)
 
+
+def test_what_cannot_be_planned_is_refused() -> None:
     class Own(keras.Model):
         def call(self, x: Any) -> Any:
             return tf.sin(x)
@@ -154,7 +176,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_random_models_by_random_segments(seed: int) -> None:
-    """Masks, recurrent layers, several inputs and outputs, shared layers: the same gradients but for the order of sums."""
+    """Masks, recurrent layers, several inputs, shared layers: the same gradients but for the order of sums."""
     plain, inputs = random_model(keras, seed)
     again, _ = random_model(keras, seed)
     random = np.random.default_rng(seed)
@@ -170,3 +192,13 @@ def test_random_models_by_random_segments(seed: int) -> None:
             if p is not None:
                 assert same([tf.convert_to_tensor(p)], [tf.convert_to_tensor(q)], 1e-14)
     assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_peaks_are_predicted_and_budgets_kept(name: str) -> None:
+    keras.config.set_floatx("float32")
+    for row in rows(name):
+        print(row)
+        if "refused" not in row:
+            assert row["measured_bytes"] <= 1.15 * row["predicted_bytes"], row

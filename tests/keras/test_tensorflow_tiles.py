@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import outcore
 import outcore.keras
@@ -55,11 +56,10 @@ def step(model: Any, x: Any, weight: Any = None) -> tuple[Any, list[Any]]:
     return out, list(tape.gradient(loss, [x, *(v.value for v in model.trainable_variables)]))
 
 
-@pytest.mark.parametrize(
-    ("build", "shape", "tile"),
-    [(unet, (1, 24, 32, 2), 16), (residual, (2, 61, 48, 3), (3, 2)), (odd, (1, 29, 34, 3), (9, 14))],
-)
-def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+CASES = [(unet, (1, 24, 32, 2), 16), (residual, (2, 61, 48, 3), (3, 2)), (odd, (1, 29, 34, 3), (9, 14))]
+
+
+def compare(build: Any, shape: Any, tile: Any) -> None:
     model = frozen(build())
     x = tf.constant(np.random.default_rng(0).standard_normal(shape))
     want, gradients = step(model, x)
@@ -73,6 +73,21 @@ def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: An
     assert "call" not in model.__dict__
 
 
+@pytest.mark.parametrize(("build", "shape", "tile"), CASES)
+def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+    tf.config.run_functions_eagerly(True)  # tracing takes longer than running, at this size
+    try:
+        compare(build, shape, tile)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "shape", "tile"), CASES)
+def test_traced_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
+    compare(build, shape, tile)
+
+
 def test_what_depends_on_all_pixels_is_refused() -> None:
     given = keras.Input((None, None, 3))
     model = keras.Model(given, L.BatchNormalization()(given))
@@ -81,30 +96,49 @@ def test_what_depends_on_all_pixels_is_refused() -> None:
         model(tf.zeros((1, 16, 16, 3), tf.float64), training=True)
 
 
+def window(size: int, start: int, stop: int) -> Any:
+    """A weight that is one in a square and zero around it."""
+    weight = np.zeros((1, size, size, 1), np.float32)
+    weight[:, start:stop, start:stop] = 1
+    return weight
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 @pytest.mark.parametrize("build", [unet, residual])
-def test_an_image_of_8192_pixels_in_tiles(build: Any) -> None:
+def test_an_image_of_8192_pixels_in_tiles(build: Any, backend: str) -> None:
     """Against plain Keras on a crop: the gradient of a loss on a window depends on its surroundings alone."""
     keras.config.set_floatx("float32")
     model = frozen(build() if build is unet else residual(top=False))
     channels, factor = (2, 1) if build is unet else (3, 8)
-    size, window, margin = 8192, 256, 256
+    size, side, margin = 8192, 256, 256
+    first, last = (size - side) // 2, (size + side) // 2
     x = np.random.default_rng(0).standard_normal((1, size, size, channels), dtype=np.float32)
-    at = 4096 - window // 2
-    weight = np.zeros((1, size // factor, size // factor, 1), np.float32)
-    inside = slice(at // factor, (at + window) // factor)
-    weight[:, inside, inside] = 1
-    part = tf.constant(x[:, at - margin : at + window + margin, at - margin : at + window + margin])
-    small = np.zeros((1, part.shape[1] // factor, part.shape[2] // factor, 1), np.float32)
-    kept = slice(margin // factor, (margin + window) // factor)
-    small[:, kept, kept] = 1
-    want, gradients = step(model, part, tf.constant(small))
-    outcore.keras.stream(model, tile=1024 // factor)
-    with tf.GradientTape() as tape:
-        out = model(tf.constant(x), training=True)
-        loss = tf.reduce_sum(tf.square(out) * tf.constant(weight))
-    found = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    crop = tf.constant(x[:, first - margin : last + margin, first - margin : last + margin])
+    kept = slice(margin // factor, (margin + side) // factor)
+    small = window((side + 2 * margin) // factor, kept.start, kept.stop)
+    want, gradients = step(model, crop, tf.constant(small))
+    weight = window(size // factor, first // factor, last // factor)
+    tile = 1024 // factor
+    if backend == "tensorflow":
+        outcore.keras.stream(model, tile=tile)
+        with tf.GradientTape() as tape:
+            out = model(tf.constant(x), training=True)
+            loss = tf.reduce_sum(tf.square(out) * tf.constant(weight))
+        found = [np.asarray(g) for g in tape.gradient(loss, [v.value for v in model.trainable_variables])]
+    else:
+        twin = outcore.keras.to_torch(model).train()
+        streamed = outcore.stream.stream(twin, tile=tile)
+        out = streamed(torch.from_numpy(x))
+        (out.square() * torch.from_numpy(weight)).sum().backward()
+        out, state = out.detach(), twin.state_dict(keep_vars=True)
+        arrays = {id(v): np.zeros(tuple(v.shape), np.float32) for v in model.weights}
+        for entry in twin.carried:
+            if state[entry.name].grad is not None:
+                entry.into_keras(state[entry.name].grad, arrays[id(model.weights[entry.index])])
+        found = [arrays[id(v)] for v in model.trainable_variables]
     assert tuple(out.shape[1:3]) == (size // factor, size // factor)
+    inside = slice(first // factor, last // factor)
     assert error(want[:, kept, kept], out[:, inside, inside]) < 1e-5
     for a, b in zip(gradients[1:], found, strict=True):
         assert error(a, b) < 1e-4

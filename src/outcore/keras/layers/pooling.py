@@ -1,7 +1,8 @@
 """Pooling, with TensorFlow's padding.
 
 A maximum over a padded window ignores the padding, and so does TensorFlow's average: it divides by the number of
-elements of the image in the window.
+elements of the image in the window. Keras on torch does so too where both sides are padded alike; else it repeats the
+last element. A twin does what the backend does on which the model was made.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outcore.keras.installed import require_keras
 from outcore.keras.layers.convolution import pad_same, same_padding
 from outcore.keras.part import Part, Site, converts
 
@@ -40,9 +42,9 @@ class SameMaxPool(nn.Module):
 class SameAvgPool(nn.Module):
     """The average of the elements of every window that are in the image."""
 
-    def __init__(self, window: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def __init__(self, window: tuple[int, ...], stride: tuple[int, ...], repeat: bool = False) -> None:
         super().__init__()
-        self.window, self.stride = window, stride
+        self.window, self.stride, self.repeat = window, stride, repeat
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Average with zeros for the padding, then divide by the share of the window that is in the image."""
@@ -52,6 +54,9 @@ class SameAvgPool(nn.Module):
             same: torch.Tensor = pool(x, self.window, self.stride, tuple(p for p, _ in pads), count_include_pad=False)
             return same
         flat = [amount for pair in reversed(pads) for amount in pair]
+        if self.repeat:
+            repeated: torch.Tensor = pool(F.pad(x, flat, mode="replicate"), self.window, self.stride)
+            return repeated
         inside = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), flat)
         share: torch.Tensor = pool(inside, self.window, self.stride)
         summed: torch.Tensor = pool(F.pad(x, flat), self.window, self.stride)
@@ -69,7 +74,10 @@ def _pool(layer: Any, site: Site) -> Part:
     largest = type(layer).__name__.startswith("Max")
     if layer.padding == "valid":
         return Part((_MAX if largest else _AVERAGE)[rank - 1](window, stride), _first(layer))
-    return Part((SameMaxPool if largest else SameAvgPool)(window, stride), _first(layer))
+    if largest:
+        return Part(SameMaxPool(window, stride), _first(layer))
+    repeat = require_keras().backend.backend() == "torch"
+    return Part(SameAvgPool(window, stride, repeat), _first(layer))
 
 
 class GlobalPool(nn.Module):

@@ -2,7 +2,8 @@
 
 A functional model keeps its graph as nodes, and runs them by depth. Here the same nodes, in the same order, are a list
 of calls over numbered values, with the calls of nested models in their place: a plan can then cut anywhere in the list,
-also inside a backbone that the model wraps. Running the list calls the model's own layers, as Keras does.
+also inside a backbone that the model wraps. Running the list calls the model's own layers, as Keras
+does, but drops each value after its last use; Keras holds all of them until the last layer has run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outcore.errors import ModelError
 from outcore.keras.symbolic import graph_of_class
 from outcore.keras.twin import Slot, leaves, substitute
 
-__all__ = ["Call", "Calls", "functional_of", "list_calls", "run_call", "traced_functional"]
+__all__ = ["Call", "Calls", "OrderedCall", "functional_of", "list_calls", "run_call", "traced_functional"]
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,53 @@ def run_call(call: Call, values: dict[int, Any], training: Any) -> None:
     made = call.operation(*substitute(call.args, lambda x: values[x.number] if isinstance(x, Slot) else x), **kwargs)
     for number, tensor in zip(call.outputs, leaves(made), strict=True):
         values[number] = tensor
+
+
+class OrderedCall:
+    """A ``call`` that takes the place of a Keras model's own on the instance, and keeps no value longer than needed."""
+
+    def __init__(self, keras: Any, functional: Any, calls: Calls, model: Any = None) -> None:
+        self.model = functional if model is None else model
+        self.keras, self.functional, self.calls = keras, functional, calls
+        self.last = calls.last_uses()
+        self.traced = functional_of(keras, self.model) is None
+        """Whether the model is a class, whose calls were found by running it on symbolic tensors."""
+
+    def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
+        """Keras' own, call by call; what it is told beside that goes to Keras."""
+        if self.traced:
+            training = training if training is not None else self._context_training()
+            if not training or mask is not None or kwargs:  # a class, which was traced in training
+                told = kwargs | {k: v for k, v in (("training", training), ("mask", mask)) if v is not None}
+                own = {k: v for k, v in told.items() if k in self.model._call_signature.parameters}
+                return type(self.model).call(self.model, inputs, **own)
+        if kwargs:
+            return type(self.functional).call(self.functional, inputs, training=training, mask=mask, **kwargs)
+        given = self.functional._standardize_inputs(inputs)
+        if mask is not None:
+            for x, m in zip(given, self.keras.tree.flatten(mask), strict=True):
+                if m is not None:
+                    self.keras.src.backend.set_keras_mask(x, m)
+        values = dict(zip(self.calls.inputs, given, strict=True))
+        del given, inputs
+        self.run(values, training)
+        made = substitute(self.calls.result, lambda x: values[x.number] if isinstance(x, Slot) else x)
+        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
+
+    def _context_training(self) -> Any:
+        """Whether the call that this one is part of trains."""
+        context = self.model._get_call_context()
+        return context.get_value("training") if hasattr(context, "get_value") else getattr(context, "training", None)
+
+    def run(self, values: dict[int, Any], training: Any) -> None:
+        """All calls over numbered values."""
+        self.run_range(0, len(self.calls.calls), values, training)
+
+    def run_range(self, start: int, stop: int, values: dict[int, Any], training: Any) -> None:
+        """Some calls, dropping each value after its last use."""
+        for place in range(start, stop):
+            call = self.calls.calls[place]
+            run_call(call, values, training)
+            for number in {*call.inputs, *call.outputs}:
+                if self.last[number] <= place:
+                    del values[number]

@@ -162,6 +162,8 @@ class _Run:
 def _scratch(op: Any) -> int:
     """What a kernel takes beside its outputs."""
     inner = _inner_peak(op)
+    if op.type == "MaxPoolGrad" and op.inputs[1].shape.is_fully_defined():  # the pool again, and where its maxima are
+        return inner + math.prod(op.inputs[1].shape) * (8 + int(op.inputs[1].dtype.size))
     if op.type in _COLUMNS and op.outputs[0].dtype.name == "float64" and len(op.inputs) > 2:
         image = op.inputs[_COLUMNS[op.type]].shape
         kernel = op.outputs[0].shape if op.type == "Conv2DBackpropFilter" else op.inputs[1].shape

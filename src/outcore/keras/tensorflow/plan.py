@@ -17,6 +17,7 @@ What no plan can lower is refused with the smallest peak that was found.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ __all__ = ["Choice", "choose"]
 _SIZES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Into how many segments, about, the saved bytes are cut."""
 _TRIES = 7
+_MARGIN = 0.97
+"""Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Choice:
     segments: tuple[Segment, ...]
     work: float
     peak_bytes: int
+
+    @property
+    def budget_bytes(self) -> int:
+        """The smallest budget that allows it."""
+        return math.ceil(self.peak_bytes / _MARGIN) + 1
 
 
 class _Estimate:
@@ -155,6 +163,7 @@ def choose(
     plain = Choice((Segment(0, len(calls.calls)),), 0.0, facts.memory.peak_bytes)
     if budget_bytes is None or plain.peak_bytes <= budget_bytes:
         return plain, plain
+    budget_bytes = int(_MARGIN * budget_bytes)
     estimate = _Estimate(calls, facts)
     aim, smallest, tried = float(budget_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
     for _ in range(_TRIES):

@@ -107,7 +107,7 @@ def within(
             budget, share = int(share * plain), None
         tracing = _Tracing(keras, model, functional, calls, part, standing)
         chosen, smallest = choose(calls, facts, budget, sum(standing), tracing.peak)
-        least = min(least or smallest.peak_bytes, smallest.peak_bytes)
+        least = min(least or smallest.budget_bytes, smallest.budget_bytes)
         if chosen is not None:
             plan = _plan(calls, chosen, tried, sum(variables), plain, budget)
             _install(keras, model, SegmentedCall(keras, functional, calls, chosen.segments, model), plan)

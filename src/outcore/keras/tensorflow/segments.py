@@ -5,7 +5,7 @@ runs the segment again from its inputs, and differentiates that run. `tf.recompu
 without state. A Keras layer has state: a second run would update batch normalization twice and draw other dropout
 masks. So a segment runs as a pure function, in Keras' `StatelessScope`: weights, statistics and seeds are arguments,
 new statistics and seeds are results, which are assigned once, after the first run. The second run has the same
-arguments, so it gives the same values bit for bit; gradients that come from several segments are added in another order.
+arguments, so it gives the same values bit for bit; gradients from several segments are added in another order.
 
 In a graph the second run must wait for the gradient of the segment's output. Its arguments pass an identity that has
 this gradient as a control input; that also keeps the graph's optimizer from merging both runs.
@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.keras.tensorflow.calls import Calls, run_call
-from outcore.keras.twin import Slot, substitute
+from outcore.keras.tensorflow.calls import Calls, OrderedCall, run_call
 
-__all__ = ["Segment", "SegmentedCall", "run_segments"]
+__all__ = ["Segment", "SegmentedCall"]
 
 
 @dataclass(frozen=True)
@@ -51,54 +50,39 @@ class _Boundary:
         self.state = [v for v in unique.values() if not v.trainable]
 
 
-class SegmentedCall:
+class SegmentedCall(OrderedCall):
     """The ``call`` of a Keras model that runs by segments; takes its place on the instance."""
 
     def __init__(
         self, keras: Any, functional: Any, calls: Calls, segments: Sequence[Segment], model: Any = None
     ) -> None:
-        self.model = functional if model is None else model
-        self.keras, self.functional, self.calls, self.segments = keras, functional, calls, tuple(segments)
+        super().__init__(keras, functional, calls, model)
+        self.segments = tuple(segments)
         self.tf = importlib.import_module("tensorflow")
         self._record = importlib.import_module("tensorflow.python.eager.record")
-        self._last = calls.last_uses()
         self._boundaries: dict[Any, _Boundary] = {}
         self.plan: Any = None
         self._done: list[Any] = []
         """The gradients of the segment that was differentiated last, in the graph that is being traced."""
 
-    def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
-        """Keras' own, by segments; what it is told beside that goes to Keras."""
-        if self.model is not self.functional and not isinstance(self.model, self.keras.Sequential):
-            training = training if training is not None else self._context_training()
-            if not training or mask is not None or kwargs:  # a class, of which training was traced
-                told = kwargs | {k: v for k, v in (("training", training), ("mask", mask)) if v is not None}
-                own = {k: v for k, v in told.items() if k in self.model._call_signature.parameters}
-                return type(self.model).call(self.model, inputs, **own)
-        if kwargs:
-            return self.functional.call(inputs, training=training, mask=mask, **kwargs)
-        given = self.functional._standardize_inputs(inputs)
-        if mask is not None:
-            for x, m in zip(given, self.keras.tree.flatten(mask), strict=True):
-                if m is not None:
-                    self.keras.src.backend.set_keras_mask(x, m)
-        values = dict(zip(self.calls.inputs, given, strict=True))
-        del given, inputs
-        run_segments(self, values, training)
-        made = substitute(self.calls.result, lambda x: values[x.number] if isinstance(x, Slot) else x)
-        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
-
-    def _context_training(self) -> Any:
-        """Whether the call that this one is part of trains."""
-        context = self.model._get_call_context()
-        return context.get_value("training") if hasattr(context, "get_value") else getattr(context, "training", None)
+    def run(self, values: dict[int, Any], training: Any) -> None:
+        """All segments over numbered values."""
+        for segment in self.segments:
+            boundary = self.boundary(segment)
+            dense = all(isinstance(values[n], self.tf.Tensor) for n in boundary.inputs)
+            if segment.recompute and training and dense:
+                self.run_again(boundary, values, training)
+                for number in [n for n in values if self.last.get(n, -1) < segment.stop]:
+                    del values[number]
+            else:
+                self.run_range(segment.start, segment.stop, values, training)
 
     def boundary(self, segment: Segment) -> _Boundary:
         """The boundary of a segment under the variables that are trainable now."""
         part = self.calls.calls[segment.start : segment.stop]
         key = segment.start, segment.stop, tuple(v.trainable for call in part for v in call.variables)
         if key not in self._boundaries:
-            self._boundaries[key] = _Boundary(self.calls, segment, self._last)
+            self._boundaries[key] = _Boundary(self.calls, segment, self.last)
         return self._boundaries[key]
 
     def run_again(self, boundary: _Boundary, values: dict[int, Any], training: Any) -> None:
@@ -182,21 +166,3 @@ def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, stat
 
     found = run(*flat)
     return list(found) if isinstance(found, (list, tuple)) else [found]
-
-
-def run_segments(call: SegmentedCall, values: dict[int, Any], training: Any) -> None:
-    """Run all segments over numbered values, dropping each value after its last use."""
-    tf, last = call.tf, call._last
-    for segment in call.segments:
-        boundary = call.boundary(segment)
-        dense = all(isinstance(values[n], tf.Tensor) for n in boundary.inputs)
-        if segment.recompute and training and dense:
-            call.run_again(boundary, values, training)
-        else:
-            for place, one in enumerate(boundary.part, segment.start):
-                run_call(one, values, training)
-                for number in {*one.inputs, *one.outputs}:
-                    if last[number] <= place:
-                        del values[number]
-        for number in [n for n in values if last.get(n, -1) < segment.stop]:
-            del values[number]

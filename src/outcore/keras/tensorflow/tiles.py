@@ -97,7 +97,7 @@ class StreamedCall(SegmentedCall):
     def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
         """Keras' own, in tiles."""
         if mask is not None or kwargs:
-            return self.functional.call(inputs, training=training, mask=mask, **kwargs)
+            return type(self.functional).call(self.functional, inputs, training=training, mask=mask, **kwargs)
         given = self.functional._standardize_inputs(inputs)
         values = dict(zip(self.calls.inputs, given, strict=True))
         part = self._part([tuple(x.shape) for x in given], bool(training))
