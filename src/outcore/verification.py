@@ -28,6 +28,7 @@ from outcore.graph import Graph
 from outcore.graph.record.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
+from outcore.keras.tensorflow.planned import TensorFlowPlan
 from outcore.machine.units import format_bytes, parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.saved_tensors.lossy_error import lossy_buffers
@@ -166,6 +167,7 @@ def verify_job(
         budget_bytes = _halfway(model)
     within(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
     chosen = memory_plan(model)
+    assert not isinstance(chosen, TensorFlowPlan)  # a job's Keras model comes as its torch twin
     if crop is None and isinstance(chosen, MemoryPlan):
         chosen = replace(chosen, known_plain_bytes=plain_bytes)
     deterministic = torch.are_deterministic_algorithms_enabled()

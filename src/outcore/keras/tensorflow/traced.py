@@ -131,7 +131,8 @@ def _work(op: Any) -> float:
     out = math.prod(op.outputs[0].shape)
     if op.type.startswith(("Conv", "Depthwise")) and len(op.inputs) > 1 and op.inputs[1].shape.is_fully_defined():
         kernel = op.inputs[1].shape
-        return moved + out * math.prod(kernel) / max(1, kernel[-1] * (kernel[-2] if "Depthwise" in op.type else 1))
+        apart = int(kernel[-1]) * (int(kernel[-2]) if "Depthwise" in op.type else 1)
+        return moved + float(out) * float(math.prod(kernel)) / max(1, apart)
     if "MatMul" in op.type and op.inputs[0].shape.rank:
-        return moved + out * float(op.inputs[0].shape[-1] or 1)
+        return moved + float(out) * float(op.inputs[0].shape[-1] or 1)
     return moved

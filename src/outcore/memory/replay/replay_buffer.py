@@ -43,7 +43,8 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The layout of a tensor."""
-        return _tuple_new(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        found: Geometry = _tuple_new(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        return found
 
 
 _tuple_new: Any = tuple.__new__
@@ -325,4 +326,4 @@ def graph_is_kept() -> bool:
 
 
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
-_keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+_keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
