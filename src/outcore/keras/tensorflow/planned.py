@@ -128,8 +128,10 @@ def within(
 
 def within_options(given: Mapping[str, Any]) -> Any:
     """`within`, from the arguments of `outcore.within`; what TensorFlow does not have is refused."""
-    passive: dict[str, Any] = {"kwargs": ({"training": True}, {}), "measure_s": None, "graphs": ("auto", False), "exact": None,
-               "stream": (False,), "statistics": (False,), "compile": (False,)}  # fmt: skip
+    passive: dict[str, Any] = {
+        "kwargs": ({"training": True}, {}), "measure_s": None, "graphs": ("auto", False), "exact": None,
+        "stream": (False,), "statistics": (False,), "compile": (False,),
+    }  # fmt: skip
     for name, value in given.items():
         allowed = passive.get(name, ())
         if name in ("model", "args", "memory", "optimizer", "quiet") or value is None or allowed is None:
