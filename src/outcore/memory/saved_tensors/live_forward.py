@@ -196,8 +196,11 @@ class LiveForward(TorchFunctionMode):
         known: _Function | None = self._node.seen.get(func)
         if known is None:
             known = self._look_up(func)
-        if not known.busy and not kwargs:
-            return func(*args)
+        if not known.busy:
+            if not kwargs:
+                return func(*args)
+            if "out" not in kwargs and "inplace" not in kwargs:
+                return func(*args, **kwargs)
         return self._on_function(func, known, args, kwargs or {})
 
     def _on_function(

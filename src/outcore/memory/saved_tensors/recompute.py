@@ -35,6 +35,7 @@ from outcore.memory.replay.replay_recompute import (
     _modes,
     _Normalised,
 )
+from outcore.memory.saved_tensors.layer_functions import function_of
 from outcore.ops.recomputable import FOLDING, again
 
 if TYPE_CHECKING:
@@ -301,7 +302,12 @@ def record(
     try:
         template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else kwargs
-        if module is not None:
+        known = function_of(module) if module is not None and len(args) == 1 and not kwargs else None
+        if known is not None:
+            run, parameters, constants = known
+            template += [holder.held(p) for p in parameters]
+            template += constants
+        elif module is not None:
             if module.__dict__.get("max_norm") is not None:
                 return None
             layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=folds)
