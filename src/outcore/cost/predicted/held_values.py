@@ -54,7 +54,7 @@ def held_values(graph: Graph, costs: Costs, trained: Collection[str]) -> HeldVal
         dies[name] = max(used, held)
         if held >= 0:
             hold(value.alias_of or name, held)
-    for call in reversed(graph.calls.values()):
+    for call in reversed(list(graph.calls.values())):
         if call.name in trained:
             continue
         cost = costs.calls[call.name]
