@@ -24,7 +24,7 @@ from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.loss_memory import graph_device, loss_bytes_of
 from outcore.cost.predicted.rough import without_gaps
-from outcore.errors import OutcoreError, PlanError
+from outcore.errors import OutcoreError, PlanError, VaryingError
 from outcore.graph import Graph, capture
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recorder import planning
@@ -185,11 +185,27 @@ def stream_tiles(asked: Request, network: Network, refused: PlanError | None = N
     """The model with its early part run tile by tile."""
     from outcore.stream.managed_forward import StreamSettings, bytes_on, install_streamed_forward
 
+    _refuse_written_tensors(network.graph, refused)
     beside = network.loss_bytes + bytes_on(network.device, (asked.args, asked.kwargs))
     dense = asked.loss is not network.on_output
     wanted = StreamSettings(network.budget, network.cost, beside, asked.statistics, network.tiles, dense=dense)
     step = install_streamed_forward(asked.model, network.graph, wanted, without_gaps(network.known_costs), refused)
     return _announced(asked, step, network.budget)
+
+
+def _refuse_written_tensors(graph: Graph, refused: PlanError | None) -> None:
+    """Raise where forward leaves a tensor with the model, which tiles would not bring back: now, not in every step."""
+    effects = graph.executable[1].effects if graph.executable is not None else None
+    if effects is None:
+        return
+    try:
+        effects.refuse_tensors("a streamed model")
+    except VaryingError as error:
+        if refused is None:
+            raise
+        again = PlanError(f"{refused}; tiles do not help: {error}")
+        again.least_bytes, again.least_policy = refused.least_bytes, refused.least_policy
+        raise again from None
 
 
 def _settings(asked: Request, network: Network) -> Settings:

@@ -99,6 +99,12 @@ class Effects:
 
     def apply_plain(self, model: nn.Module, who: str) -> None:
         """Repeat the writes where none has tensors; raises `VaryingError` where one has."""
+        self.refuse_tensors(who)
+        for write in self.writes:
+            write.apply(model, _no_tensor)
+
+    def refuse_tensors(self, who: str) -> None:
+        """Raise `VaryingError` if it cannot be repeated, or without the tensors of a run."""
         self.refuse_lost()
         for write in self.writes:
             if next(leaves(write.template, Ref), None) is not None:
@@ -106,8 +112,6 @@ class Effects:
                     f"forward writes {write.description}, a tensor of its own, and {who} does not bring it back; "
                     "return it from forward; or, if it is made only once, call the model once before"
                 )
-        for write in self.writes:
-            write.apply(model, _no_tensor)
 
     def register(self, model: nn.Module) -> None:
         """Register the hooks that the run has registered."""
