@@ -73,6 +73,29 @@ def test_what_must_not_run_twice_is_saved_whatever_was_chosen() -> None:
     assert not step.again & drawn
 
 
+def test_copies_that_inductor_makes_for_channels_last_are_held_until_their_backward() -> None:
+    found: list[JointGraph] = []
+
+    def choose(partition: Partition) -> Choice:
+        if not partition.channels_last:
+            pytest.skip("Inductor leaves convolutions as they are here")
+        found.append(JointGraph(partition, Rates.of(torch.device("cpu"))))
+        return Choice(partition.torch_choice(1.0))
+
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh())
+    images = torch.randn(2, 3, 32, 32)
+    compile_planned(network.forward, Partitioner(choose), kernels=False)(images).sum().backward()
+    graph = found[0]
+    copied = images.nbytes + sum(p.nbytes for p in network.parameters() if p.dim() == 4)
+    assert sum(graph.bytes[i] for i in graph.converted) == copied
+    saved = [graph.index[node] for node in graph.partition.torch_choice(1.0)]
+    counted = step_of(graph, saved)
+    graph.converted = frozenset()
+    without = step_of(graph, saved)
+    assert counted.forward_bytes == without.forward_bytes + copied
+    assert without.peak_bytes < counted.peak_bytes <= without.peak_bytes + copied
+
+
 def test_a_frontier_gets_slower_as_it_gets_smaller_and_begins_with_torchs_choice() -> None:
     graph = joint()
     frontier = search(graph)

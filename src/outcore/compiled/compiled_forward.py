@@ -146,8 +146,9 @@ class CompiledForward:
         entry = self.entries.get(key)
         if entry is None:
             self._refuse_sharded_blocks()
-            copies = self.plan is not None and self.plan.offloaded_bytes > 0
+            copies = True if self.plan is not None and self.plan.offloaded_bytes else None
             entry = self.entries[key] = self.entry(self.budget(args, kwargs), copies=copies)
+            entry.chooser.ends = False  # this is a step of training
         if entry.ready:
             return self._owned(entry.run(*args, **kwargs))
         with compiling():

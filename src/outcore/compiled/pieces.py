@@ -126,8 +126,9 @@ class PieceChooser:
     ) -> None:
         self.budget_bytes, self.rates, self.loss_bytes = budget_bytes, rates, loss_bytes
         self.copies, self.needs_copies = copies, False
-        """Whether values may leave the device: this is compiled otherwise, so that where it is only found now that
-        nothing else is within the budget (none), compiling ends and begins anew."""
+        """Whether values may leave the device; none for only if nothing else is within the budget."""
+        self.ends = True
+        """Whether compiling then ends and begins anew, with other options of Inductor."""
         self.reservation = reservation
         """Room for what leaves the device."""
         self.known = list(known)
@@ -160,7 +161,9 @@ class PieceChooser:
         room = self.budget_bytes - sum(piece.chosen.forward_bytes for piece in self.pieces)
         here = frontier if self.copies else frontier.without_copies()
         chosen = here.within(room)
-        if chosen is None and self.copies is None and frontier.within(room) is not None:
+        if chosen is None and self.copies is None and (away := frontier.within(room)) is not None:
             self.needs_copies = True
-            raise OutcoreError("only values that leave the device are within the budget")
+            if self.ends:
+                raise OutcoreError("only steps in which values leave the device are within the budget")
+            return away
         return chosen or here.least
