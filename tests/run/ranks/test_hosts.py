@@ -155,7 +155,7 @@ def test_a_host_that_is_cut_off_in_a_step_is_named_and_all_end(kind: str, count:
 def test_a_host_that_never_comes_is_named() -> None:
     with _on(2) as (names, started):
         started.append(_rank(names[0], 0, 2, _given(timeout_s=8.0)))
-        assert started[0].ended(90.0) != 0
+        assert started[0].ended(240.0) != 0
         assert "rank 1 of 2 has not come within 8 s" in started[0].text, started[0].text
 
 
