@@ -42,7 +42,7 @@ def test_lists_json_and_pictures(tmp_path: Path) -> None:
     [
         (["graph", "missing.py"], 1, "no file missing.py"),
         (["graph", *UNET, "--expand", "encodr"], 1, "did you mean"),
-        (["graph", *UNET, "--svg", "no/such/folder/a.svg"], 1, "no/such/folder/a.svg"),
+        (["graph", *UNET, "--svg", "no/such/folder/a.svg"], 1, "mkdir -p no/such/folder"),
         (["graph", *UNET, "--depth", "0"], 2, "depth"),
         (["graph", *UNET, "--direction", "up"], 2, "outputs or inputs"),
         (["grph"], 2, "did you mean graph?"),

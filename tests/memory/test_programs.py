@@ -2,9 +2,13 @@
 
 import pytest
 
-from ..foreign.sample import quarter, rotating
+from ..foreign.sample import one_in, quarter, rotating
 from .programs import attributes, effects, found, loops, surroundings, tools  # noqa: F401 - they fill the collection
-from .programs.run import PROGRAMS, differences, run_program
+from .programs.run import PROGRAMS, VARIANTS, differences, run_program
+
+MANY = [name for names in VARIANTS.values() if len(names) >= 10 for name in names]
+"""Of one program with many cases every second is tried, the others with another commit."""
+QUICK = [*(name for name in PROGRAMS if name not in MANY), *one_in(2, MANY)]
 
 MODES = ("recompute", "offload", "encode", "keep", *(f"mixture {seed}" for seed in range(6)))
 
@@ -14,7 +18,7 @@ def test_there_are_enough_programs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_program_trains_as_plain_pytorch_does(name: str) -> None:
     (mode,) = rotating(["recompute", "mixture"], 1)  # the other one with another commit, and in the slow tests
     plain = run_program(name, None)

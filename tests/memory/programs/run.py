@@ -26,6 +26,8 @@ from ..oracle import LINK, policies
 
 Program = Callable[["Run"], None]
 PROGRAMS: dict[str, Program] = {}
+VARIANTS: dict[str, list[str]] = {}
+"""Programs that are one with several cases: its name -> theirs."""
 
 
 def program(function: Program) -> Program:
@@ -45,6 +47,7 @@ def variants(**cases: Any) -> Callable[[Callable[..., None]], Callable[..., None
                 function(run, case)
 
             PROGRAMS[f"{function.__name__}_{name}"] = one
+            VARIANTS.setdefault(function.__name__, []).append(f"{function.__name__}_{name}")
         return function
 
     return add
