@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outcore.cli.common.wording import typed
-from outcore.cli.main import _FILES, COMMANDS, _flowing
+from outcore.cli.main import _FILES, COMMANDS, _flowing, _is_interruption
 from tests.cli.command import outcore_command
 
 
@@ -102,3 +102,19 @@ def test_what_cannot_be_written_or_read_is_said_before_any_work(
     (tmp_path / "here").mkdir()
     shown = outcore_command(*arguments, folder=tmp_path)
     assert shown.returncode == 1 and said in shown.stderr and not shown.stdout
+
+
+def test_an_interruption_is_said_once() -> None:
+    def left(*, said: bool) -> BaseException:
+        try:
+            try:
+                try:
+                    raise KeyboardInterrupt
+                except KeyboardInterrupt as came:
+                    raise RuntimeError from None if said else came
+            except RuntimeError:
+                sys.exit(130)
+        except SystemExit as leaving:
+            return leaving
+
+    assert _is_interruption(left(said=False)) and not _is_interruption(left(said=True))

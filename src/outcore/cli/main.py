@@ -190,9 +190,9 @@ def main() -> None:
 
 
 def _is_interruption(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is what an exit came from."""
+    """Whether Ctrl-C is what an exit came from, and no command has said so (it leaves ``from None`` then)."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error is not None
 
 
