@@ -129,8 +129,9 @@ class CompiledForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the model and models that are stored: they are compiled when they are called first."""
-        names = ("model", "own_inner", "settings", "device", "plan", "before", "corrected_bytes")
-        return {name: self.__dict__[name] for name in names}
+        names = ("model", "own_inner", "device", "plan", "before", "corrected_bytes")
+        settings = replace(self.settings, loss=None)  # it was for trials, and may be a function that cannot be stored
+        return {name: self.__dict__[name] for name in names} | {"settings": settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*(state[name] for name in ("model", "own_inner", "settings", "device")))  # type: ignore[misc]
