@@ -24,7 +24,7 @@ from outcore.compiled.auto import faster_of
 from outcore.compiled.install import is_compiled
 from outcore.cost.costs import Costs
 from outcore.errors import OutcoreError, PlanError
-from outcore.keras.installed import is_keras
+from outcore.keras.installed import is_keras, on_tensorflow
 from outcore.keras.tensorflow import planned as tensorflow_plan
 from outcore.keras.torch_backend import drop_early, hold_all
 from outcore.machine.units import parse_bytes
@@ -122,7 +122,7 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
-    if is_keras(model) and not isinstance(model, nn.Module):
+    if on_tensorflow(model):
         return tensorflow_plan.within_options(dict(locals()))  # type: ignore[no-any-return]
     if compile == "auto":
         return faster_of(within, dict(locals()))
@@ -188,7 +188,7 @@ def release(model: nn.Module) -> nn.Module:
     >>> "forward" in net.__dict__
     False
     """
-    if is_keras(model) and not isinstance(model, nn.Module):
+    if on_tensorflow(model):
         return tensorflow_plan.release(model)  # type: ignore[no-any-return]
     hold_all(model)
     managed_forward = model.__dict__.get("forward")
@@ -210,7 +210,7 @@ def release(model: nn.Module) -> nn.Module:
 
 def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep | CompiledPlan | tensorflow_plan.TensorFlowPlan:
     """What `within` has decided for a model: policies, tiles, or what compiled kernels save."""
-    if is_keras(model) and not isinstance(model, nn.Module):
+    if on_tensorflow(model):
         return tensorflow_plan.memory_plan(model)
     managed_forward = model.__dict__.get("forward")
     if is_compiled(managed_forward):
