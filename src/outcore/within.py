@@ -24,7 +24,7 @@ from outcore.compiled.auto import faster_of
 from outcore.compiled.install import is_compiled
 from outcore.cost.costs import Costs
 from outcore.errors import OutcoreError, PlanError
-from outcore.keras.installed import is_keras
+from outcore.keras.installed import is_keras, on_tensorflow
 from outcore.keras.tensorflow import planned as tensorflow_plan
 from outcore.keras.torch_backend import drop_early, hold_all
 from outcore.machine.units import parse_bytes
@@ -122,7 +122,7 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
-    if _on_tensorflow(model):
+    if on_tensorflow(model):
         return tensorflow_plan.within_options(dict(locals()))  # type: ignore[no-any-return]
     if compile == "auto":
         return faster_of(within, dict(locals()))
@@ -169,11 +169,6 @@ def within(
     return install(asked, network, managed_forward, way)
 
 
-def _on_tensorflow(model: object) -> bool:
-    """Whether it is a Keras model that torch does not run."""
-    return is_keras(model) and not isinstance(model, nn.Module)
-
-
 def _check(model: nn.Module, exact: str) -> None:
     """Refuse what cannot be managed."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -193,7 +188,7 @@ def release(model: nn.Module) -> nn.Module:
     >>> "forward" in net.__dict__
     False
     """
-    if _on_tensorflow(model):
+    if on_tensorflow(model):
         return tensorflow_plan.release(model)  # type: ignore[no-any-return]
     hold_all(model)
     managed_forward = model.__dict__.get("forward")
@@ -215,7 +210,7 @@ def release(model: nn.Module) -> nn.Module:
 
 def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep | CompiledPlan | tensorflow_plan.TensorFlowPlan:
     """What `within` has decided for a model: policies, tiles, or what compiled kernels save."""
-    if _on_tensorflow(model):
+    if on_tensorflow(model):
         return tensorflow_plan.memory_plan(model)
     managed_forward = model.__dict__.get("forward")
     if is_compiled(managed_forward):

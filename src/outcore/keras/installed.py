@@ -27,7 +27,7 @@ import torch
 
 from outcore.errors import ModelError
 
-__all__ = ["as_module", "is_keras", "is_keras_2", "repeatable", "require_keras", "settle_triton"]
+__all__ = ["as_module", "is_keras", "is_keras_2", "on_tensorflow", "repeatable", "require_keras", "settle_triton"]
 
 
 def settle_triton(source: str = "keras") -> None:
@@ -70,6 +70,11 @@ def is_keras(thing: Any) -> bool:
     keras = sys.modules.get("keras")
     layer = getattr(getattr(keras, "layers", None), "Layer", None)
     return layer is not None and isinstance(thing, layer) and not is_keras_2(thing)
+
+
+def on_tensorflow(thing: Any) -> bool:
+    """Whether it is a model of Keras 3 that is no torch module."""
+    return is_keras(thing) and not isinstance(thing, torch.nn.Module)
 
 
 def is_keras_2(thing: Any) -> bool:
