@@ -11,7 +11,7 @@ from torch import nn
 import outcore
 from outcore.compiled.plan import CompiledPlan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32")]  # Inductor recommends it
 
 
 def network(device: torch.device) -> nn.Sequential:

@@ -269,6 +269,7 @@ def test_a_budget_that_only_offloading_meets_is_met() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_on_a_gpu_values_come_back_bit_for_bit_and_the_peak_holds() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     found, peaks = [], []
