@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Modules are compiled when they are first imported; of the thousands that are installed most never are.
 QUIET   = --quiet --disable-pip-version-check --no-compile
 # The packages that build ours are pinned too: by the first variable for pip before 25.3, by the second since.

@@ -49,6 +49,13 @@ def test_two_ranks_on_one_gpu(ranks: Pool, case: str) -> None:
             assert name not in results[1]["weights"] or torch.equal(tensor, results[1]["weights"][name])
 
 
+def test_one_rank_takes_batches_of_the_host(ranks: Pool) -> None:
+    oracle = alone("unet", 4, device="cpu")
+    (result,) = ranks.run(on_gpu, 1, "unet", {"stages": 1, "schedule": "1f1b", "micro_batches": 4}, 1)
+    assert result["losses"] == pytest.approx(oracle["losses"], rel=1e-9)
+    assert difference(result["gradients"], oracle["gradients"]) < 1e-10
+
+
 def test_the_idle_stage_of_gems_waits_on_the_host(ranks: Pool) -> None:
     """Weights, gradients and two moments of one stage less on the device, and the same numbers."""
     width = 1024

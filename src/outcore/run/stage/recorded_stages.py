@@ -130,8 +130,10 @@ class RecordedStagesByShape:
         if self.skeleton is not self.model:
             _copy_flags(self.model, self.skeleton)
             inputs = substitute(inputs, torch.Tensor, lambda t: t.to("meta"))
+        else:  # one stage, which may look at numbers: where its weights are
+            inputs = substitute(inputs, torch.Tensor, lambda t: t if t.is_meta else t.to(self.device))
         args, kwargs = arguments(inputs)
-        with self.modes("cpu"):
+        with self.modes("cpu" if self.skeleton is not self.model else None):
             return capture(self.skeleton, args, kwargs)
 
     def modes(self, device: str | None = None) -> contextlib.AbstractContextManager[Any]:
