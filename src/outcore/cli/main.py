@@ -55,7 +55,7 @@ class _Command(TyperCommand):
     """A command whose flags are shown without a type, and which looks where it is to write before it works."""
 
     def invoke(self, ctx: Any) -> Any:
-        for name in ("svg", "html", "trace", "export", "output"):
+        for name in ("svg", "html", "page", "trace", "export", "output"):
             if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
                 _check_file(Path(path))
         return super().invoke(ctx)

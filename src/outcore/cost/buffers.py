@@ -47,7 +47,7 @@ class Buffer:
     done: int
     """Position of the last call that writes into it."""
     last: int
-    """Position of the last call in forward that uses it, or that runs while the user's code still holds it."""
+    """Position of the last call that uses it in forward."""
     savers: Mapping[int, Need]
     """Positions of the calls whose backward needs it, with what they need of it."""
     shapes: frozenset[int] = frozenset()
@@ -70,6 +70,9 @@ class Buffer:
     """Room that takes for a moment."""
     drawn: bool = False
     """A writer draws random numbers."""
+    held: int = -1
+    """Position of the last call in forward that runs while the user's code holds it, where that is after its last use:
+    until then its memory is there, whatever its policy."""
     copy_of: str = ""
     """For a derived tensor: the value of which it is a copy in another type, if it is one."""
 
@@ -209,7 +212,7 @@ class _Survey:
     def value(self, name: str, born: int) -> Buffer:
         """The buffer that begins with a value."""
         value, writers = self.graph.values[name], self.writers.get(name, [])
-        uses = [born, self.held.get(name, born), *self.readers.get(name, ()), *(self.place[w] for w in writers)]
+        uses = [born, *self.readers.get(name, ()), *(self.place[w] for w in writers)]
         writers = self.without_views(name, writers)
         sources = dict.fromkeys(
             self.first(v) for w in writers for v in self.graph.calls[w].inputs if self.first(v) != name
@@ -224,6 +227,7 @@ class _Survey:
             born=born,
             done=max((self.place[w] for w in writers), default=born),
             last=max(uses),
+            held=self.held.get(name, -1),
             savers={i: n for i, n in saved_by.items() if n != "shape"},
             shapes=frozenset(i for i, n in saved_by.items() if n == "shape"),
             writers=tuple(writers),

@@ -82,6 +82,34 @@ def test_a_unet_whose_forward_keeps_its_skips_stays_below_the_budget() -> None:
     assert counter.peak == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+class Metered(nn.Module):
+    """Holds its hidden values while it looks at its output without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        deeper = torch.tanh(self.second(hidden))
+        deepest = torch.tanh(self.second(deeper))
+        out = self.second(deepest).mean()
+        with torch.no_grad():
+            self.share = float((out > 0).to(torch.float32))
+        return out
+
+
+def test_what_is_held_while_nothing_is_planned_does_not_make_a_step_differ_from_its_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Metered(), torch.randn(2, 3, 32, 32)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    outcore.within(model, (x,), memory="90%", optimizer=0.0, costs=costs, stream=False, quiet=True)
+    for _ in range(2):
+        model(x).backward()
+    entries = model.__dict__["forward"].admitted.values()
+    assert outcore.memory_plan(model).policy and all(entry.diverged == 0 for entry in entries)
+
+
 @pytest.mark.slow
 def test_the_predicted_peak_of_many_programs_that_hold_values_is_the_counted_one() -> None:
     for seed in range(1000, 1200):

@@ -140,7 +140,7 @@ def _transfer(keeping: StepModel, clock: _Clock, buffer: Buffer, out_s: float, f
     wait: tuple[str, int]
     if position < len(clock.forward_end):
         position = max(position, buffer.last)
-        wait, gone = ("forward", position), keeping.forward_at[position] + 1
+        wait, gone = ("forward", position), keeping.forward_at[max(position, buffer.held)] + 1
     else:
         position = max(_no_earlier(keeping, clock.after_backward(out_s)), fetch)
         wait, gone = ("backward", position), keeping.backward_at[position]

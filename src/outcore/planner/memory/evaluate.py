@@ -102,11 +102,11 @@ class StepModel:
             self.made[self.backward_at[i]] = made
         self.cached = frozenset(_cached_casts(rows, costs.parameters))
         self.rows = [
-            (b, self.turn if b.name in self.cached else self.forward_at[b.last] + 1)
+            (b, self.turn if b.name in self.cached else self.forward_at[max(b.last, b.held)] + 1)
             for b in self.buffers.values()
             if b.kind != "given" and b.bytes
         ]
-        """Buffers that matter, with the first moment after their last use in forward."""
+        """Buffers that matter, with the first moment in forward after which nothing but a policy holds them."""
         self.emptied = self._emptied()
         values = [b for b in self.buffers.values() if b.kind == "value" or b.copy_of]
         self.newest_first = sorted(values, key=lambda b: -b.done)  # before whatever it is made from
@@ -224,8 +224,8 @@ class StepModel:
                 _add(moment, gone, ends, size)
             else:
                 small, whole = self.held(buffer, how)
-                encoded = self.forward_at[buffer.done] if how.codec == "sign" else gone - 1  # signs are noted by ReLU
-                _add(moment, encoded, begins - 1, small)
+                encoded = buffer.done if how.codec == "sign" else buffer.last  # signs are noted by ReLU itself
+                _add(moment, self.forward_at[encoded], begins - 1, small)
                 _add(moment, begins, ends, whole)
                 room[begins] = max(room.get(begins, 0), small)  # both forms, while it is decoded
                 extra_s += self.coding_s(buffer, how)

@@ -255,7 +255,7 @@ class PolicySearch:
                 continue
             if not isinstance(how, Keep) or not buffer.savers:
                 continue
-            gone, back = keeping.forward_at[buffer.last] + 1, keeping.backward_at[max(buffer.savers)]
+            gone, back = keeping.forward_at[max(buffer.last, buffer.held)] + 1, keeping.backward_at[max(buffer.savers)]
             moments = over[back] - over[gone] if back > gone else 0.0
             if moments <= 0:
                 continue
