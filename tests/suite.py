@@ -117,7 +117,8 @@ def main() -> int:
     done: dict[str, dict[str, object]] = stored.get("parts", {}) if stored.get("source") == of else {}
 
     def take(part: str) -> None:
-        outcome = run(part, [*([] if options.gpu else ["-n", "2", "--dist", "worksteal"]), *every[part]], logs / f"{part}.log")
+        workers = [] if options.gpu else ["-n", "2", "--dist", "worksteal"]
+        outcome = run(part, [*workers, *every[part]], logs / f"{part}.log")
         with written:
             done[part] = outcome
             ordered = {n: done[n] for n in every if n in done}

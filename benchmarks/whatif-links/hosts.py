@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 __all__ = ["address", "cut_off", "hosts", "on_host", "unavailable"]
+
+
+_ETC = Path("/etc/netns")
 
 
 def _run(*words: str) -> None:
@@ -60,9 +65,13 @@ def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0, prefix: str = "ou
     bridge = f"{prefix}br"
     forwarder: subprocess.Popen[bytes] | None = None
     try:
+        known = "".join(f"{address(number)} {name}\n" for number, name in enumerate(names))
         for name in names:
             _run("ip", "netns", "add", name)
             _run("ip", "netns", "exec", name, "ip", "link", "set", "lo", "up")
+            # What lies here is seen as /etc by the commands of a namespace: hosts know each other by name.
+            (_ETC / name).mkdir(parents=True, exist_ok=True)
+            (_ETC / name / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
         if delay_ms:
             forwarder = _delayed(names, rate_mbit, delay_ms)
         else:
@@ -86,11 +95,11 @@ def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0, prefix: str = "ou
             forwarder.wait()
         for name in (*names, bridge):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(_ETC / name, ignore_errors=True)
 
 
 def _delayed(names: list[str], rate_mbit: float, delay_ms: float) -> subprocess.Popen[bytes]:
     import sys
-    from pathlib import Path
 
     if len(names) != 2:
         raise ValueError("a delayed link joins two hosts")
