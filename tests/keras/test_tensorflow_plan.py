@@ -66,7 +66,7 @@ def test_a_segment_that_runs_again_has_the_same_gradients_masks_and_statistics_b
 
 def fitted(model: Any, eager: bool = False) -> list[Any]:
     random = np.random.default_rng(0)
-    x, y = random.standard_normal((6, 8, 8, 3)), random.standard_normal((6, 3))
+    x, y = random.standard_normal((6, *model.input_shape[1:])), random.standard_normal((6, 3))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse", jit_compile=False, run_eagerly=eager)
     model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     return [keras.ops.convert_to_numpy(v) for v in model.variables]
@@ -74,16 +74,16 @@ def fitted(model: Any, eager: bool = False) -> list[Any]:
 
 def small() -> Any:
     keras.utils.set_random_seed(0)
-    x = given = keras.Input((8, 8, 3))
-    for _ in range(2):
-        x = L.Dropout(0.2)(L.BatchNormalization()(L.Conv2D(8, 3, padding="same", activation="relu")(x)))
+    x = given = keras.Input((16, 16, 3))
+    for _ in range(3):
+        x = L.Dropout(0.2)(L.BatchNormalization()(L.Conv2D(4, 3, padding="same", activation="relu")(x)))
     return keras.Model(given, L.Dense(3)(L.GlobalAveragePooling2D()(x)))
 
 
 def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
-    model = outcore.within(small(), [(4, 8, 8, 3)], memory="90%", quiet=True)
+    model = outcore.within(small(), [(4, 16, 16, 3)], memory="85%", quiet=True)
     plan = outcore.memory_plan(model)
-    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.9 * plan.plain_bytes
+    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.85 * plan.plain_bytes
     assert same(fitted(small()), fitted(model), 1e-10)
     outcore.release(model)
     assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__

@@ -89,7 +89,7 @@ def optimizer_of(optimizer: Any, params: Iterable[Any]) -> torch.optim.Optimizer
         momentum, nesterov = settings["momentum"], settings["nesterov"]
         return torch.optim.SGD(params, lr=rate, momentum=momentum, nesterov=bool(nesterov and momentum))
     if (kind == "Adam" and not decay) or kind == "AdamW":
-        how = {"betas": (settings["beta_1"], settings["beta_2"]), "eps": settings["epsilon"]}
+        how: dict[str, Any] = {"betas": (settings["beta_1"], settings["beta_2"]), "eps": settings["epsilon"]}
         if not settings["amsgrad"]:
             return (
                 Adam(params, rate, **how) if kind == "Adam" else AdamW(params, rate, weight_decay=decay or 0.0, **how)

@@ -93,7 +93,8 @@ def within(
     if not micro_batches and not normalizes_batches(keras, model):
         parts += [n for n in _SPLITS if specs[0].shape[0] % n == 0]
     variables = _variables(model, optimizer)
-    plain, least, tried = 0, None, 1
+    least: int | None = None
+    plain, tried = 0, 1
     for tried in parts:
         if tried > 1:
             check_splittable(keras, model, specs[0].shape[0], tried)
@@ -128,10 +129,15 @@ def within(
 
 def within_options(given: Mapping[str, Any]) -> Any:
     """`within`, from the arguments of `outcore.within`; what TensorFlow does not have is refused."""
-    passive: dict[str, Any] = {
-        "kwargs": ({"training": True}, {}), "measure_s": None, "graphs": ("auto", False), "exact": None,
-        "stream": (False,), "statistics": (False,), "compile": (False,),
-    }  # fmt: skip
+    passive: dict[str, tuple[Any, ...] | None] = {
+        "kwargs": ({"training": True}, {}),
+        "measure_s": None,
+        "graphs": ("auto", False),
+        "exact": None,
+        "stream": (False,),
+        "statistics": (False,),
+        "compile": (False,),
+    }
     for name, value in given.items():
         allowed = passive.get(name, ())
         if name in ("model", "args", "memory", "optimizer", "quiet") or value is None or allowed is None:
