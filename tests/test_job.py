@@ -132,10 +132,23 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, message: s
         ("outcore.models:UNet", ["1x3x"], [], r"is not a shape"),
         ("outcore.models:UNet", ["1x3:floaty"], [], r"no dtype 'floaty'"),
         ("outcore.models:UNet", ["1x3"], ["width"], r"must be name=value"),
-        ("outcore.models:UNet", ["1x3x64x64"], ["widht=3"], r"model\(\) of outcore.models:UNet failed.*widht"),
+        ("outcore.models:UNet", ["1x3x64x64"], ["widht=3"], r"--arg widht: .* did you mean width"),
         ("outcore.models:UNet", ["1x4x64x64"], ["width=4"], r"expected input\[1, 4, 64, 64\] to have 3 channels"),
     ],
 )
 def test_what_is_wrong_with_a_class_is_said(text: str, inputs: list[str], arguments: list[str], message: str) -> None:
     with pytest.raises(outcore.OutcoreError, match=message):
         outcore.Job.load(text, inputs=inputs, arguments=arguments).capture()
+
+
+def test_an_argument_that_is_not_there_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        outcore.OutcoreError, match=r"--arg widht: outcore.models:UNet has no such argument; did"
+    ):
+        outcore.Job.load("outcore.models:UNet", inputs=["2x3x64x64"], arguments=["widht=4"])
+    with pytest.raises(
+        outcore.OutcoreError, match=r"--arg depth: model\(\) of .*job.py has no such argument; did"
+    ):
+        outcore.Job.load(write(tmp_path, GOOD), arguments=["depth=4"])
+    with pytest.raises(outcore.OutcoreError, match=r"--arg depth: model\(\) of .*job.py takes no arguments"):
+        outcore.Job.load(write(tmp_path, GOOD.replace("width=8", "").replace("width)", "8)")), arguments=["depth=4"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -194,6 +195,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
             raise JobError(f"{name} in {path} is a {type(function).__name__}; it must be a function")
     build = functions["model"]
     assert build is not None and functions["batch"] is not None
+    _check_arguments(f"model() of {path}", build, values)
     return Job(
         model=lambda: build(**values),
         batch=functions["batch"],
@@ -227,6 +229,7 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
     if not callable(make):
         known = [n for n in dir(module) if callable(getattr(module, n, None)) and n[0] != "_"]
         raise JobError(f"{package} has no class or function {name!r}; {suggest(name, known)}")
+    _check_arguments(text, make, values)
     sizes = {i.shape[0] for i in inputs if i.shape}
 
     def batch(size: int) -> tuple[Any, None]:
@@ -249,6 +252,21 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def _check_arguments(what: str, make: Callable[..., Any], values: dict[str, Any]) -> None:
+    """Refuse an argument that a function does not have, with the nearest that it has."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # written in C
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    taken = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in values:
+        if name not in taken:
+            instead = f"has no such argument; {suggest(name, taken)}" if taken else "takes no arguments"
+            raise JobError(f"--arg {name}: {what} {instead}")
 
 
 def _place(error: BaseException) -> str:
