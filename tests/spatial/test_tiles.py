@@ -12,6 +12,8 @@ from outcore.models import UNet
 from outcore.spatial.virtual import VirtualRanks
 from tests.stream.oracle import TOLERANCE, total
 
+from .test_networks import DeepLab
+
 
 class Pooled(nn.Module):
     """Batch norms, squeeze-excite, a global pool and a head."""
@@ -72,6 +74,11 @@ def test_a_deeper_u_net_over_parts_that_are_streamed(grid: tuple[int, ...]) -> N
 def test_a_map_of_one_pixel_is_one_rank_s() -> None:
     net = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 4, padding=1, dilation=3, bias=False))
     _compare(net, torch.randn(2, 4, 8, 8), (1, 2), 2)
+
+
+def test_a_map_that_is_resized_from_a_pool_ends_what_is_streamed() -> None:
+    split = _compare(DeepLab(), torch.randn(2, 3, 67, 50), (1, 2), 14)
+    assert any("not made of tiles" in reason for _, reason in split.prepared[0].streaming.stopped)
 
 
 def test_more_ranks_than_tiles_leave_some_without_any() -> None:

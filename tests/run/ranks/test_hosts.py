@@ -25,8 +25,8 @@ from tests.run.ranks.host_training import losses_of_plain
 ROOT = Path(__file__).parents[3]
 SILENT_S = 6.0
 """After which a rank that is not heard of is given up; 30 s outside of tests."""
-ENDS_S = SILENT_S + 30.0
-"""Within which every rank has ended; on an idle machine half of it."""
+ENDS_S = SILENT_S + 45.0
+"""Within which every rank has ended; on an idle machine a third of it."""
 
 
 def _hosts() -> ModuleType:

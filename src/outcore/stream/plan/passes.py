@@ -94,7 +94,7 @@ def reach(network: RegionNetwork, *, statistics: bool) -> tuple[set[str], dict[s
     for _, together in itertools.groupby(network.nodes.values(), key=lambda n: n.call):
         nodes = list(together)
         for node in nodes:
-            reason = _why_not(node, fine, behind, statistics)
+            reason = _why_not(network, node, fine, behind, statistics)
             if reason is not None:  # a call is streamed with all that it returns, or not at all
                 fine -= {n.output for n in nodes}
                 why.update({node.output: reason} if reason else {})
@@ -107,7 +107,9 @@ def reach(network: RegionNetwork, *, statistics: bool) -> tuple[set[str], dict[s
     return fine, why
 
 
-def _why_not(node: RegionNode, fine: set[str], behind: set[str], statistics: bool) -> str | None:
+def _why_not(
+    network: RegionNetwork, node: RegionNode, fine: set[str], behind: set[str], statistics: bool
+) -> str | None:
     """Why a node cannot be streamed: empty if something before it cannot, None if it can."""
     if any(v not in fine for v in node.values):
         return ""
@@ -115,7 +117,24 @@ def _why_not(node: RegionNode, fine: set[str], behind: set[str], statistics: boo
         return node.reason
     if node.kind != "global" and not statistics and any(v in behind for v in node.values):
         return "it uses statistics of the whole image, which takes further passes (statistics=True allows them)"
+    if _reads_untiled_map(network, node):
+        return "it joins its tiles with a map that is not made of tiles (resized from a global value)"
     return None
+
+
+def _reads_untiled_map(network: RegionNetwork, node: RegionNode) -> bool:
+    """Whether a node needs, of a value that is made at once, the pixels of its tile: what is global is given to all
+    tiles alike."""
+    if node.kind != "local" or node.rule is None:
+        return False
+    for number, ref in enumerate(node.operands):
+        if ref.kind != "value" or network.is_streamed(ref.name):
+            continue
+        for dim, size in enumerate(network.shapes[ref.name]):
+            there = node.rule.follow(number, dim) if size > 1 else None
+            if there is not None and network.axes[node.output][there] is not None:
+                return True
+    return False
 
 
 def divide(
