@@ -53,6 +53,18 @@ def test_repeats_shapes_and_parameters_are_told() -> None:
     assert "shapes without the batch of 2" in text
 
 
+@pytest.mark.parametrize("title", [None, "a title"])
+def test_title_drawing_and_legend_stand_below_each_other(title: str | None) -> None:
+    picture = ET.fromstring(svg(stack(2), depth=1, title=title))
+    whole = float(picture.get("height", ""))
+    texts = [float(t.get("y", "")) for t in picture.findall(f"{SVG}text")]
+    above = texts[:1] if title else []
+    legend = texts[len(above) :]
+    begins = float(picture.findall(f"{SVG}g")[0].get("transform", "").split()[1].rstrip(")"))
+    assert begins == 0 if title is None else above[0] < begins
+    assert begins < min(legend) and max(legend) < whole
+
+
 def test_text_fits_its_box() -> None:
     make = Maker()
     value = make.call("a_block_with_a_name_that_nobody_should_have_to_read_in_a_picture", "x", type="Conv2d" * 9)

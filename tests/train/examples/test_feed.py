@@ -95,6 +95,17 @@ def test_a_bad_slide_is_left_out_of_its_step(tmp_path: Path) -> None:
         list(Feed(strict, 2).epoch(0))
 
 
+def test_of_a_step_that_a_runner_could_not_read_the_slide_that_is_named_is_left_out(tmp_path: Path) -> None:
+    table = write_slides(tmp_path, 4, size=(64, 64), tile=32)
+    for told, left_out in ((f"{tmp_path}/slides-001.tif is cut off", {"slides-001.tif"}), ("the disk is gone", None)):
+        examples, _ = find_tables(DataConfig(train=str(table), on_bad="skip"), seed=0)
+        feed = Feed(examples, 2, 2, training=False, lazy=True)
+        step = next(iter(feed.epoch(0)))
+        feed.unreadable(step, DataError(told))
+        every = {Path(name).name for m in step for name in m.names}
+        assert len(every) == 4 and {bad.path.name for bad in examples.table.bad} == (left_out or every)
+
+
 def test_a_share_set_aside_is_never_trained_on(tmp_path: Path) -> None:
     for i in range(10):
         np.save(tmp_path / f"{i}.npy", np.zeros((1, 4, 4), np.float32))
