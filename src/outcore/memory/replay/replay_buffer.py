@@ -43,7 +43,8 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The layout of a tensor."""
-        return _tuple_new(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        found: Geometry = _tuple_new(cls, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        return found
 
 
 _tuple_new: Any = tuple.__new__
