@@ -322,8 +322,9 @@ def _fills(tensor: torch.Tensor) -> bool:
 
 def graph_is_kept() -> bool:
     """Whether the running backward keeps the graph (`retain_graph`)."""
-    return _task_id() == -1 or bool(_keeps_graph())
+    return _task_id() == -1 or _keeps_graph()
 
 
-_task_id: Callable[[], int] = torch._C._current_graph_task_id
-_keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
+_torch_c: Any = torch._C
+_task_id: Callable[[], int] = _torch_c._current_graph_task_id
+_keeps_graph: Callable[[], bool] = _torch_c._autograd._get_current_graph_task_keep_graph
