@@ -142,13 +142,9 @@ def test_what_is_wrong_with_a_class_is_said(text: str, inputs: list[str], argume
 
 
 def test_an_argument_that_is_not_there_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(
-        outcore.OutcoreError, match=r"--arg widht: outcore.models:UNet has no such argument; did"
-    ):
+    with pytest.raises(outcore.OutcoreError, match=r"--arg widht: outcore.models:UNet has no such argument; did"):
         outcore.Job.load("outcore.models:UNet", inputs=["2x3x64x64"], arguments=["widht=4"])
-    with pytest.raises(
-        outcore.OutcoreError, match=r"--arg depth: model\(\) of .*job.py has no such argument; did"
-    ):
+    with pytest.raises(outcore.OutcoreError, match=r"--arg depth: model\(\) of .*job.py has no such argument; did"):
         outcore.Job.load(write(tmp_path, GOOD), arguments=["depth=4"])
     with pytest.raises(outcore.OutcoreError, match=r"--arg depth: model\(\) of .*job.py takes no arguments"):
         outcore.Job.load(write(tmp_path, GOOD.replace("width=8", "").replace("width)", "8)")), arguments=["depth=4"])
