@@ -277,7 +277,7 @@ def _numbered(folder: ResultsFolder, slides: list[SlideInput]) -> Iterator[tuple
         if number == 1:
             start = time.monotonic()
         rest = (time.monotonic() - start) / (number - 1) * (len(left) - number) if number > 1 else None
-        remaining = "" if rest is None or rest < 1 else f", about {_duration(rest)} left"
+        remaining = "" if rest is None else f", about {_duration(max(rest, 1.0))} left"
         yield f"{len(slides) - len(left) + number + 1} of {len(slides)}{remaining}", slide
 
 
