@@ -24,7 +24,7 @@ from outcore.compiled.measured_peak import measured_peak
 from outcore.compiled.offload_ops import is_dense
 from outcore.compiled.pieces import choice_of
 from outcore.compiled.search import search
-from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned
+from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
 from tests.compiled.oracle import LINK
 from tests.compiled.test_search import VALUE, joint, named
@@ -36,7 +36,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inducto
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._inductor.config.patch(compile_threads=1):  # so that no pool of threads stays
+    with torch._inductor.config.patch(compile_threads=1), compiling():  # so that no pool of threads stays
         yield
     torch._dynamo.reset()
 
