@@ -191,13 +191,7 @@ def test_numbers_are_the_same_bit_for_bit_and_the_peak_falls_with_what_left() ->
     assert not offload_ops._tickets
     assert peaks[1] <= peaks[0] - 0.25 * sent[1], (peaks, sent)  # what comes back late
     assert peaks[1] < peaks[2] <= peaks[0]  # and what comes back early
-
-
-def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
-    images, network = images_and_network()
-    run = compile_planned(network.forward, Partitioner(Sent(True)), kernels=False)
-    trained(run, network, images)
-    kept = [run(images) for _ in range(3)]
+    kept = [run(images) for _ in range(3)]  # a forward without a backward leaves nothing behind
     assert offload_ops._tickets
     kept[1].sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
