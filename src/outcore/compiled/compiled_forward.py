@@ -29,7 +29,13 @@ from outcore.compiled.measured_peak import measured_peak, step_seconds
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
-from outcore.compiled.torch_partitioner import CompilationError, Partitioner, compile_planned, compiling
+from outcore.compiled.torch_partitioner import (
+    CompilationError,
+    Partitioner,
+    compile_planned,
+    compiling,
+    without_autograd_cache,
+)
 from outcore.compiled.trial_arguments import distinct_bytes, total_of, with_content
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import OutcoreError, PlanError
@@ -151,7 +157,8 @@ class CompiledForward:
             entry = self.entries[key] = self.entry(self.budget(args, kwargs), copies=copies)
             entry.chooser.ends = False  # this is a step of training
         if entry.ready:
-            return self._owned(entry.run(*args, **kwargs))
+            with without_autograd_cache():
+                return self._owned(entry.run(*args, **kwargs))
         with compiling():
             output = self._owned(entry.run(*args, **kwargs))
         entry.ready = True

@@ -35,7 +35,16 @@ from outcore.compiled.head_apart import HeadApart, with_head_apart
 from outcore.compiled.offload_graphs import Copies, insert_copies
 from outcore.errors import OutcoreError
 
-__all__ = ["Choice", "CompilationError", "Partition", "Partitioner", "compile_planned", "compiling", "support"]
+__all__ = [
+    "Choice",
+    "CompilationError",
+    "Partition",
+    "Partitioner",
+    "compile_planned",
+    "compiling",
+    "support",
+    "without_autograd_cache",
+]
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 _local = threading.local()
@@ -304,6 +313,22 @@ def compiling() -> Iterator[None]:
         torch._dynamo.config.patch(**limits, optimize_ddp=False),
     ):
         yield
+
+
+@contextlib.contextmanager
+def without_autograd_cache() -> Iterator[None]:
+    """A context in which torch.compile, should it compile something anew, does not take the graphs of another plan: a
+    little of `compiling`, for every step."""
+    config: Any = torch._functorch.config
+    before = config.enable_autograd_cache
+    if not before:
+        yield
+        return
+    config.enable_autograd_cache = False
+    try:
+        yield
+    finally:
+        config.enable_autograd_cache = before
 
 
 def _inductor(settings: dict[str, Any]) -> Any:
