@@ -1,4 +1,9 @@
-"""Twenty steps of SGD on parts: weights, momentum and running statistics of one process."""
+"""Twenty steps of SGD on parts: weights, momentum and running statistics of one process.
+
+Deep networks with batch norms over few pixels multiply a rounding error by ten in every step at ordinary rates: plain
+PyTorch in channels-last order departs from itself by 3e-9 after five steps of ResNet-50 on one small image. So they
+take small steps here, in which an error of the method would still show.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from torch import nn
 
 from outcore.spatial.virtual import VirtualRanks
 
-from .test_networks import EVERY
+from .test_networks import EVERY, LARGE
 
 STEPS = 20
 
@@ -19,8 +24,8 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
     return (output - 0.3).square().mean()
 
 
-def _train(model: nn.Module, step, images: list[torch.Tensor]) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+def _train(model: nn.Module, step, images: list[torch.Tensor], rate: float) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     losses = []
     for image in images:
         optimizer.zero_grad()
@@ -29,7 +34,9 @@ def _train(model: nn.Module, step, images: list[torch.Tensor]) -> list[float]:
     return losses
 
 
-def _compare(model: nn.Module, shape: tuple[int, ...], grid: tuple[int, ...], steps: int, **options) -> None:
+def _compare(
+    model: nn.Module, shape: tuple[int, ...], grid: tuple[int, ...], steps: int, rate: float = 1e-3, **options
+) -> None:
     torch.manual_seed(4)
     images = [torch.randn(shape, dtype=torch.float64) for _ in range(steps)]
     model = model.double().train()
@@ -41,8 +48,8 @@ def _compare(model: nn.Module, shape: tuple[int, ...], grid: tuple[int, ...], st
         loss.backward()
         return loss.item()
 
-    wanted = _train(plain, plain_step, images)
-    found = _train(model, lambda image: split.step((image,), _loss).item(), images)
+    wanted = _train(plain, plain_step, images, rate)
+    found = _train(model, lambda image: split.step((image,), _loss).item(), images, rate)
     assert found == pytest.approx(wanted, rel=1e-10)
     largest = max(p.abs().max().item() for p in plain.parameters())
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -58,7 +65,7 @@ def test_twenty_steps_on_a_grid_are_those_of_one_process(name: str, early: tuple
     make, shape = EVERY[name]
     grid = (2, 1, 2) if len(shape) == 5 else (2, 2) if early is None else (1, 3)
     torch.manual_seed(3)
-    _compare(make(), shape, grid, STEPS, early=early)
+    _compare(make(), shape, grid, STEPS, 1e-5 if name in LARGE else 1e-3, early=early)
 
 
 @pytest.mark.slow
