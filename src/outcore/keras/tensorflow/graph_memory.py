@@ -163,13 +163,13 @@ def _scratch(op: Any) -> int:
     """What a kernel takes beside its outputs."""
     inner = _inner_peak(op)
     if op.type == "MaxPoolGrad" and op.inputs[1].shape.is_fully_defined():  # the pool again, and where its maxima are
-        return inner + math.prod(op.inputs[1].shape) * (8 + int(op.inputs[1].dtype.size))
+        return inner + int(math.prod(op.inputs[1].shape)) * (8 + int(op.inputs[1].dtype.size))
     if op.type in _COLUMNS and op.outputs[0].dtype.name == "float64" and len(op.inputs) > 2:
         image = op.inputs[_COLUMNS[op.type]].shape
         kernel = op.outputs[0].shape if op.type == "Conv2DBackpropFilter" else op.inputs[1].shape
         gradient = op.inputs[2].shape
         if all(shape.is_fully_defined() for shape in (image, kernel, gradient)):
-            return inner + math.prod(gradient[1:3]) * math.prod(kernel[:3]) * 8
+            return inner + int(math.prod(gradient[1:3]) * math.prod(kernel[:3])) * 8
     return inner
 
 

@@ -240,7 +240,7 @@ def _divided(spec: Any, parts: int) -> Any:
 
 
 def _bytes(spec: Any) -> int:
-    return math.prod(spec.shape) * int(spec.dtype.size)
+    return int(math.prod(spec.shape)) * int(spec.dtype.size)
 
 
 def _variables(model: Any, optimizer: float | None) -> list[int]:
@@ -255,7 +255,7 @@ def _variables(model: Any, optimizer: float | None) -> list[int]:
 
 def _size(variable: Any) -> int:
     tf = importlib.import_module("tensorflow")
-    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)
+    return int(math.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)
 
 
 _SLOTS = {"SGD": 0.0, "Adagrad": 1.0, "RMSprop": 1.0, "Adadelta": 2.0, "Lion": 1.0, "Adafactor": 1.0}

@@ -143,7 +143,7 @@ def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, stat
     watched = [bool(record.should_record_backprop([t])) for t in flat]
     wanted = [a and b for a, b in zip(floating, watched, strict=True)] if any(watched) else floating
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
         results = pure(arguments)
 

@@ -128,7 +128,7 @@ class StreamedCall(SegmentedCall):
         trained = [v.trainable for v in variables]
         rows = _grid(part.shapes[number], self.tile)
 
-        @tf.custom_gradient
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
         def run(*arguments: Any) -> Any:
             pixels, numbers = list(arguments[: len(images)]), list(arguments[len(images) :])
 
