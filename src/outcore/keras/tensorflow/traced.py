@@ -128,11 +128,11 @@ def _work(op: Any) -> float:
     moved = float(sum(tensor_bytes(t) or 0 for t in op.outputs)) if _own(op) else 0.0
     if not op.outputs or not op.outputs[0].shape.is_fully_defined():
         return moved
-    out = math.prod(op.outputs[0].shape)
+    out = float(math.prod(op.outputs[0].shape))
     if op.type.startswith(("Conv", "Depthwise")) and len(op.inputs) > 1 and op.inputs[1].shape.is_fully_defined():
         kernel = op.inputs[1].shape
-        apart = int(kernel[-1]) * (int(kernel[-2]) if "Depthwise" in op.type else 1)
-        return moved + float(out) * float(math.prod(kernel)) / max(1, apart)
+        shared = kernel[-1] * (kernel[-2] if "Depthwise" in op.type else 1)
+        return moved + out * float(math.prod(kernel) / max(1, shared))
     if "MatMul" in op.type and op.inputs[0].shape.rank:
         return moved + float(out) * float(op.inputs[0].shape[-1] or 1)
     return moved
