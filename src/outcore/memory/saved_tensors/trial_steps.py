@@ -60,8 +60,6 @@ _SPARE, _CAREFUL = 1.3, 0.04
 _STEPS = ("start", "let go", "start", "let go", "hold", "give back", "hold")
 """Output and loss are let go of at the end of a step, or held until the next ones are there. All unused memory is given
 back before a "give back"; before a "start", the optimizer's state too."""
-_TELLING = 3
-"""After so many of them, a plan that has reserved more than the budget is given up: the next leaves more free."""
 _GRANULE = 20 * 2**20
 """Segments grow by this: what is left free beside, at most a hundredth of the budget, for steps that were not tried."""
 _MOVING = 0.15
@@ -108,9 +106,6 @@ def run_trial_steps(
             trial, budget, int(_CAREFUL * budget) if careful and trial.plan(int(_CAREFUL * budget)) else 0
         )
     trial.choose(best.free_bytes)
-    if best.taken_bytes > budget:
-        with without_limit(managed_forward.device):
-            best = replace(best, taken_bytes=trial.reserved(whole=True))
     if best.taken_bytes <= budget:
         remember_overhead(costs, asked, best.free_bytes)
         if best.free_bytes and not asked.quiet:
@@ -186,14 +181,9 @@ class _Trial:
         """A step that leaves so many bytes free."""
         if time.monotonic() > self.end or not self.plan(free_bytes):
             return None
-        return Tried(free_bytes, self.reserved(), self.made[free_bytes][0].plan.outcome.time_s)
-
-    def reserved(self, *, whole: bool = False) -> int:
-        """What the plan in force reserves; `whole` if all steps are taken, also of one that does not hold."""
-        entry = self.managed_forward.admitted[self.key]
-        assert entry is not None
-        call = (self.args, self.kwargs, self.loss)
-        return _reserved(self.managed_forward, entry, *call, limited=self.limited, whole=whole)
+        entry = self.made[free_bytes][0]
+        taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss, limited=self.limited)
+        return Tried(free_bytes, taken, entry.plan.outcome.time_s)
 
     def plan(self, free_bytes: int) -> bool:
         """Put such a plan in force; whether there is one."""
@@ -225,12 +215,10 @@ def _reserved(
     loss: Callable[[Any], torch.Tensor] | None,
     *,
     limited: bool = False,
-    whole: bool = False,
 ) -> int:
     """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold.
 
-    With `limited`, what a limit of the process would have to be. Once it is more than the budget, the steps that are
-    left are taken only if `whole`.
+    With `limited`, what a limit of the process would have to be.
     """
     model, device = managed_forward.model, managed_forward.device
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -248,17 +236,13 @@ def _reserved(
     budget = managed_forward.settings.budget_bytes or 0
     torch.cuda.reset_peak_memory_stats(device)
     trouble, trace = _trouble(device), LimitTrace(device)
-
-    def taken() -> int:
-        most: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
-        return most + min(_GRANULE, int(_STEP * budget) // 5)
-
     try:
         with trace.recorded() if limited else contextlib.nullcontext():
-            over = (lambda: False) if whole else (lambda: taken() > budget)
-            _take_steps(managed_forward, args, kwargs, loss, parameters, over)
+            _take_steps(managed_forward, args, kwargs, loss, parameters)
         torch.cuda.synchronize(device)
-        return taken() if _trouble(device) == trouble else max(taken(), int((1 + _STEP) * budget))
+        taken: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
+        taken += min(_GRANULE, int(_STEP * budget) // 5)
+        return taken if _trouble(device) == trouble else max(taken, int((1 + _STEP) * budget))
     except torch.OutOfMemoryError:
         return int((1 + _STEP) * budget)
     finally:
@@ -275,16 +259,12 @@ def _take_steps(
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
     parameters: list[nn.Parameter],
-    over: Callable[[], bool],
 ) -> None:
-    """Steps of all kinds, with memory where an optimizer takes it; no more than are needed to see that they do not
-    hold."""
+    """Steps of all kinds, with memory where an optimizer takes it."""
     device, optimizer = managed_forward.device, managed_forward.settings.optimizer
     state: list[torch.Tensor] = []
     output = value = None
-    for number, kind in enumerate(_STEPS):
-        if number >= _TELLING and over():
-            break
+    for kind in _STEPS:
         if kind in ("start", "give back"):
             output = value = None
             if kind == "start":
