@@ -15,6 +15,7 @@ import contextlib
 import gc
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -111,7 +112,8 @@ class Recorder(TorchFunctionMode):
         """The innermost container an exception came from."""
         self._names: dict[int, Ref] = {}
         self._alive: list[torch.Tensor] = []  # no other tensor may get the identity of a constant
-        self._references = References(lambda: len(self.calls), self._forget)
+        calls, forget = self.calls, weakref.WeakMethod(self._forget)  # not itself: a cycle would keep the user's model
+        self._references = References(lambda: len(calls), lambda key: (gone := forget()) and gone(key))
         self.held_until: dict[str, str] = {}
         """Values that Python holds beyond their last use (`Value.held_until`), once the run is over."""
         self._memories = StorageHistory()
