@@ -80,8 +80,8 @@ APPLICATIONS = {
     "VGG16": 32, "VGG19": 32, "ResNet50": 64, "ResNet101": 64, "ResNet152": 64, "ResNet50V2": 64, "ResNet101V2": 64,
     "ResNet152V2": 64, "InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71, "MobileNet": 64, "MobileNetV2": 64,
     "MobileNetV3Small": 64, "MobileNetV3Large": 64, "DenseNet121": 64, "DenseNet169": 64, "DenseNet201": 64,
-    "NASNetMobile": 64, "NASNetLarge": 64, "EfficientNetB0": 64, "EfficientNetB1": 64, "EfficientNetB2": 64,
+    "EfficientNetB0": 64, "EfficientNetB1": 64, "EfficientNetB2": 64,
     "EfficientNetB3": 64, "EfficientNetV2B0": 64, "EfficientNetV2B1": 64, "EfficientNetV2S": 64, "ConvNeXtTiny": 64,
     "ConvNeXtSmall": 64,
 }  # fmt: skip
-"""Models of keras.applications, and the size of images."""
+"""Models of keras.applications that run on torch too (NASNet does not), and the size of images."""
