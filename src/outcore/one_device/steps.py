@@ -44,7 +44,7 @@ from outcore.memory.saved_tensors.trial_steps import run_trial_steps
 from outcore.plan_document import Plan
 from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
-from outcore.planner.memory.state_policy import StatePolicy, further, ladder
+from outcore.planner.memory.state_policy import StatePolicy, ladder
 from outcore.policies import parse_policies
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -
     where, states = managed_forward.plan.state, managed_forward.settings.states
     if len(states) > 1 or not where.idle:
         managed_forward.placement = StatePlacement(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
-        managed_forward.settings = replace(managed_forward.settings, states=further(states, where))
+        managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
         managed_forward.placement.start(managed_forward)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from outcore.memory.param_offload.buckets import uses_of
 from outcore.memory.param_offload.offloader import StateOffloader
-from outcore.planner.memory.state_policy import StatePolicy, further
+from outcore.planner.memory.state_policy import StatePolicy
 
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
@@ -59,7 +59,8 @@ def follow(managed_forward: ManagedForward, where: StatePolicy) -> bool:
         return False
     if where != placement.where:
         placement.where = where
-        managed_forward.settings = replace(managed_forward.settings, states=further(states, where))
+        left = states[states.index(where) :] if where in states else (where,)
+        managed_forward.settings = replace(managed_forward.settings, states=left)
     return move(managed_forward, placement)
 
 

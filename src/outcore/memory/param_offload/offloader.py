@@ -242,10 +242,6 @@ class StateOffloader(ParamResidency):
             self.state_copies.make_resident(bucket.number, bucket.trained)
             if then is not None:
                 self.state_copies.prefetch(then.number)
-        elif bucket.weights is not None:
-            for tensor in self.stepper.tensors(bucket.trained):
-                if tensor.device != self.device:  # it was loaded while its parameter was off the device
-                    tensor.data = tensor.data.to(self.device)
         self.stepper.run(bucket.trained)
         if self.state_copies is not None:
             self.state_copies.write_back(bucket.number, bucket.trained)

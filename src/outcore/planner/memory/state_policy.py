@@ -17,13 +17,13 @@ unless asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from outcore.errors import PlanError
 
-__all__ = ["StatePolicy", "further", "ladder"]
+__all__ = ["StatePolicy", "ladder"]
 
 _PARCEL_BYTES = 32 * 2**20
 
@@ -91,7 +91,6 @@ def ladder(parameters: Mapping[str, int]) -> tuple[StatePolicy, ...]:
     """Policies for state that keep less and less on the device, the cheapest first.
 
     A bucket is a small part of all, so that little is here at once; a parameter larger than the window comes alone.
-    Copies of the optimizer's state are part of every update, so before that leaves too, parameters and gradients do.
     """
     total = sum(parameters.values())
     if not total:
@@ -100,14 +99,4 @@ def ladder(parameters: Mapping[str, int]) -> tuple[StatePolicy, ...]:
     window = StatePolicy(
         "offload", "offload", "offload", stage_bytes=9 * flat_buffer // 4, flat_buffer_bytes=flat_buffer
     )
-    optimizer = StatePolicy(optimizer="offload", flat_buffer_bytes=flat_buffer)
-    return StatePolicy(), optimizer, replace(window, optimizer="keep"), window
-
-
-def further(states: Sequence[StatePolicy], where: StatePolicy) -> tuple[StatePolicy, ...]:
-    """The policies from one on that leave off the device what it does: state never comes back in training."""
-    if where not in states:
-        return (where,)
-    kinds = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(where, kind) == "offload"]
-    after = states[states.index(where) :]
-    return tuple(state for state in after if all(getattr(state, kind) == "offload" for kind in kinds))
+    return StatePolicy(), StatePolicy(optimizer="offload", flat_buffer_bytes=flat_buffer), window

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,37 +63,16 @@ def _time_s(
 ) -> float:
     """What the step takes longer: of what passes while something is computed, only what is left."""
     total = sum(item.bytes for item in offloadable.items)
-    time_s = _update_s(policy, offloadable, optimizer, tier)
+    slow = min(tier.in_bytes_per_s, tier.out_bytes_per_s)
+    time_s = 0.0
+    if policy.optimizer == "offload":
+        time_s += optimizer.state_bytes({item.name: item.bytes for item in offloadable.items if item.trained}) / slow
     if policy.parameters == "offload":
         once = total / tier.in_bytes_per_s
-        time_s += max(0.0, once - forward_s)
+        time_s += max(0.0, once - forward_s) + total / slow
         if policy.stage_bytes is not None:
             out_s = total / tier.out_bytes_per_s if policy.gradients == "offload" else 0.0
             time_s += max(0.0, max(once, out_s) - backward_s)
+    if policy.gradients == "offload":
+        time_s += total / tier.in_bytes_per_s
     return time_s
-
-
-def _update_s(
-    policy: StatePolicy, offloadable: OffloadableParams, optimizer: OptimizerCost, tier: OffloadTarget
-) -> float:
-    """Seconds of the copies of the optimizer's step, in which nothing else is computed.
-
-    Both directions of the link are busy at once, but a bucket is written back only after all of it is there: where one
-    parameter is most of the network, that is one after the other.
-    """
-    ins, outs = [], []
-    for bucket in offloadable.buckets(policy):
-        trained = {item.name: item.bytes for item in bucket if item.trained}
-        size, state = sum(trained.values()), optimizer.state_bytes(trained) if policy.optimizer == "offload" else 0
-        away = size if policy.parameters == "offload" else 0
-        ins.append(
-            state + (away if policy.stage_bytes is not None else 0) + (away if policy.gradients == "offload" else 0)
-        )
-        outs.append(state + away)
-    if policy.stage_bytes is not None:
-        ins.reverse()
-        outs.reverse()
-    before = list(itertools.accumulate(ins))
-    after = list(itertools.accumulate(reversed(outs)))[::-1]
-    pairs = zip(before, after, strict=True)
-    return max((i / tier.in_bytes_per_s + o / tier.out_bytes_per_s for i, o in pairs), default=0.0)
