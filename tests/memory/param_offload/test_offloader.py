@@ -75,7 +75,6 @@ WAYS = {
     "through a window": {"stage_bytes": 70_000},
     "through a window, in backward": {"stage_bytes": 70_000, "update": "backward"},
     "gradients too": {"stage_bytes": 70_000, "gradients": "offload"},
-    "gradients too, moments stay": {"stage_bytes": 70_000, "gradients": "offload", "optimizer": "keep"},
 }
 
 
