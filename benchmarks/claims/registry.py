@@ -64,7 +64,6 @@ CLAIMS: tuple[Claim, ...] = (
             "results/2026-11-17-wall-trial-repeats-training.json",
             "results/2026-11-17-wall-captures-abandoned.json",
             "results/2026-11-17-wall-process-limit.json",
-            "results/2026-11-17-wall-gradient-window.json",
         ),
         figures.by_default,
         "`within` by default at half of plain's reserved memory, bf16, {networks} networks: {median:.2f}x the time "

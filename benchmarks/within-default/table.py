@@ -14,7 +14,6 @@ RUNS = {  # the oldest first
     "e": "wall-trial-repeats-training",
     "f": "wall-captures-abandoned",
     "g": "wall-process-limit",
-    "h": "wall-gradient-window",
 }
 HEAD = (
     "network", "time over plain", "without the wall", "most reserved in the first 16 steps, over the budget",

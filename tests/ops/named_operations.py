@@ -23,6 +23,8 @@ RULES = (
     "planner/memory/row_wise.py",
     "cost/predicted/describe.py",
     "cost/predicted/memory_traffic.py",
+    "memory/saved_tensors/layer_functions.py",
+    "compiled/node_times.py",
     "scan/study/sparsity.py",
     "scan/study/jacobians.py",
 )

@@ -54,8 +54,11 @@ def test_what_else_a_layer_does_is_left_to_it() -> None:
     moved = nn.Linear(3, 3)
     del moved.weight
     moved.weight = torch.ones(3, 3)  # type: ignore[assignment]
+    patched = nn.Linear(3, 3)
+    patched.forward = lambda x: 2 * nn.Linear.forward(patched, x)  # type: ignore[method-assign]
     others = [
         Doubled(3, 3),
+        patched,
         nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"),
         parametrizations.weight_norm(nn.Linear(3, 3)),
         moved,

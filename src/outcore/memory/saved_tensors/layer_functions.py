@@ -28,9 +28,10 @@ def function_of(module: nn.Module) -> LayerFunction | None:
     >>> function.__name__, [list(p.shape) for p in parameters], constants
     ('conv2d', [[8, 3, 3, 3], [8]], ((1, 1), (0, 0), (1, 1), 1))
     """
-    known = _FUNCTIONS.get(type(module))
-    if known is None:
-        return None
+    kind = type(module)
+    known = _FUNCTIONS.get(kind)
+    if known is None or "forward" in module.__dict__ or kind.forward is not _FORWARDS[kind]:
+        return None  # somebody has put another forward in its place
     try:
         return known(module.__dict__)
     except KeyError:  # an attribute that is not where torch puts it
@@ -79,3 +80,4 @@ _FUNCTIONS: dict[type, Callable[[Mapping[str, Any]], LayerFunction | None]] = {
     nn.LayerNorm: _layer_norm,
     nn.Dropout: _dropout,
 }
+_FORWARDS: dict[type, Any] = {kind: kind.__dict__.get("forward", kind.forward) for kind in _FUNCTIONS}  # type: ignore[attr-defined]
