@@ -103,7 +103,8 @@ def described(name: str, thing: Any) -> list[str]:
         return [f"## {name}", signature(name.rpartition(".")[2], thing), text(inspect.getdoc(thing) or "")]
     made = [f"## {name}", signature(thing.__name__, thing), text(inspect.getdoc(thing) or "")]
     for member, value in inspect.getmembers_static(thing):
-        if member.startswith("_") or member not in vars(thing):
+        put_there = getattr(value, "hooked", False)  # torch's, on an optimizer's class when the first one is made
+        if member.startswith("_") or member not in vars(thing) or put_there:
             continue
         plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if isinstance(plain, property):
