@@ -52,6 +52,14 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_left_on_the_device(request: pytest.FixtureRequest) -> None:
+    """What the test before held is no part of what a GPU reserves in this one."""
+    if request.node.get_closest_marker("gpu") is not None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """A test that leaks a thread, a launcher's variable or a setting of torch's fails itself, not its neighbours."""
     variables, threads, settings = _launcher_variables(), set(threading.enumerate()), _settings_of_torch()

@@ -8,7 +8,8 @@ is dist/test-all.md; what pytest printed lies beside it.
     python -m tests.suite             every part that has not passed yet
     python -m tests.suite memory run  these parts, whatever they did before
     python -m tests.suite --again     every part, from the start
-    python -m tests.suite --gpu       the tests of a GPU, file by file, four files at a time: dist/test-gpu.md
+    python -m tests.suite --gpu       the tests of a GPU, file by file, four files at a time, then those that need the
+                                      device to themselves: dist/test-gpu.md
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KERNELS = (
     "tests/stream/execute/test_conv_epilogue.py",
 )
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed)")
+ALONE = "alone on the device"
 NO_TESTS = 5  # pytest's exit status where everything was deselected
 
 
@@ -50,7 +52,10 @@ def gpu_parts() -> dict[str, list[str]]:
     """The same of the tests of a GPU: each file is a part, since what one leaves in the allocator disturbs the next."""
     files = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
     names = [str(p.relative_to(ROOT)) for p in files]
-    return {n.removeprefix("tests/").replace("/", "."): ["-m", "gpu and not slow", n] for n in names}
+    beside = "gpu and not slow and not alone"
+    alone = [str(p.relative_to(ROOT)) for p in files if "mark.alone" in p.read_text(encoding="utf-8")]
+    chosen = {n.removeprefix("tests/").replace("/", "."): ["-m", beside, n] for n in names}
+    return chosen | {ALONE: ["-m", "gpu and not slow and alone", *alone]}
 
 
 def source() -> str:
@@ -125,8 +130,12 @@ def main() -> int:
             kept.write_text(json.dumps({"source": of, "parts": ordered}, indent=1))
             (DIST / f"{name}.md").write_text(table(ordered, of, what))
 
+    asked = options.parts or [n for n in every if not done.get(n, {}).get("ok")]
     with ThreadPoolExecutor(4 if options.gpu else 1) as pool:
-        list(pool.map(take, options.parts or [n for n in every if not done.get(n, {}).get("ok")]))
+        list(pool.map(take, (n for n in asked if n != ALONE)))
+    for part in asked:
+        if part == ALONE:
+            take(part)
     print((DIST / f"{name}.md").read_text())
     return 0 if all(row["ok"] for row in done.values()) else 1
 

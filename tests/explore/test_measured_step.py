@@ -138,6 +138,7 @@ def test_calls_of_foreign_models_have_the_graph_s_names(tmp_path: Path, text: st
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_on_a_gpu_is_recorded_by_the_device_s_own_clock(tmp_path: Path) -> None:
     define_torchvision_operators()

@@ -194,7 +194,8 @@ class _Case:
             finally:
                 if tier is not None:
                     tier.close()
-            while plain.far(numbers) and plain.steps < (_MOST if plain.varying else _MORE):
+            many = plain.varying or self.device.type == "cuda"  # where atomic additions may agree by chance
+            while plain.far(numbers) and plain.steps < (_MOST if many else _MORE):
                 for _ in range(_MORE):
                     plain.add(self.elsewhere())
             if far := plain.far(numbers):

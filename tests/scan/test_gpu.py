@@ -128,6 +128,7 @@ def test_a_recorded_pass_whose_products_overflow_is_sequential() -> None:
     assert ours.report.layers[0].solvers == ["sequential"]
 
 
+@pytest.mark.alone
 def test_a_busy_device_is_not_waited_for() -> None:
     reference, ours = pair("LSTM", 5, 20, Options(backward="scan", forward=Newton(tolerance=1e-12)), device="cuda")
     x = torch.randn(1500, 3, 5, dtype=torch.float64, device="cuda")
