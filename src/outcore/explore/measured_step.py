@@ -9,7 +9,7 @@ recomputed or fetched counts for the backward that needs it. What a plan does to
 the network by who calls it and by its names. Watching takes time of its own, so both times are given: of a step left
 alone (`alone_s`), and of the one on the picture.
 
-Memory is the allocator's on a GPU; on a CPU the bytes of living tensors, counted in one more step.
+Memory is counted in one more step: the allocator's on a GPU, on a CPU the bytes of living tensors.
 """
 
 from __future__ import annotations
@@ -217,29 +217,19 @@ def record_step(
     state: Iterable[torch.Tensor],
     known: frozenset[str] = frozenset(),
 ) -> Timeline:
-    """One step, watched; on a CPU a second one, in which memory is counted."""
-    now, seconds, held = _clock(device)
-    watcher = StepWatcher(model, now, held, known)
+    """One step, watched; and a second one, in which memory is counted, since asking for it takes time."""
+    now, seconds = _clock(device)
+    watcher = StepWatcher(model, now, lambda: 0, known)
     watcher.mark("")
     step(watcher)
     times = seconds([mark.at for mark in watcher.marks])
-    held_then = [mark.bytes for mark in watcher.marks]
-    if device.type != "cuda":
-        there = list(state)
-        fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in there}.values())
-        counted = LiveBytes(there)
-
-        def most() -> int:
-            highest = counted.peak
-            counted.restart()
-            return fixed + highest
-
-        again = StepWatcher(model, lambda: 0.0, most, known)
-        with counted:
-            again.mark("")
-            step(again)
-        same = [(m.kind, m.name) for m in again.marks] == [(m.kind, m.name) for m in watcher.marks]
-        held_then = [m.bytes for m in again.marks] if same else []
+    counting, most = _counter(device, list(state))
+    again = StepWatcher(model, lambda: 0.0, most, known)
+    with counting:
+        again.mark("")
+        step(again)
+    same = [(m.kind, m.name) for m in again.marks] == [(m.kind, m.name) for m in watcher.marks]
+    held_then = [m.bytes for m in again.marks] if same else []
     sizes = [*held_then[1:], *held_then[-1:]]  # what was held at most until a mark was held since the mark before it
     events = []
     for i, mark in enumerate(watcher.marks[:-1]):
@@ -266,12 +256,10 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _clock(
-    device: torch.device,
-) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]], Callable[[], int]]:
-    """What notes a moment, what makes seconds of moments, and what says the most that was held since it was asked."""
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]]]:
+    """What notes a moment, and what makes seconds of moments."""
     if device.type != "cuda":
-        return time.perf_counter, lambda moments: [t - moments[0] for t in moments], lambda: 0
+        return time.perf_counter, lambda moments: [t - moments[0] for t in moments]
 
     def now() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -282,12 +270,30 @@ def _clock(
         torch.cuda.synchronize(device)
         return [1e-3 * moments[0].elapsed_time(t) for t in moments]
 
-    def held() -> int:
-        highest = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return int(highest)
+    return now, seconds
 
-    return now, seconds, held
+
+def _counter(
+    device: torch.device, state: list[torch.Tensor]
+) -> tuple[contextlib.AbstractContextManager[Any], Callable[[], int]]:
+    """A context in which memory is counted, and what says the most that was held since it was asked before."""
+    if device.type == "cuda":
+
+        def highest() -> int:
+            found = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            return int(found)
+
+        return contextlib.nullcontext(), highest
+    fixed = sum({t.data_ptr(): t.numel() * t.element_size() for t in state}.values())
+    counted = LiveBytes(state)
+
+    def most() -> int:
+        found = counted.peak
+        counted.restart()
+        return fixed + found
+
+    return counted, most
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[torch.Tensor]:

@@ -33,6 +33,8 @@ from outcore.machine.clock import TimedRuns, clock_for, time_calls
 __all__ = ["CallBench", "in_this_thread"]
 
 _CPU_LIMIT = 2**30
+_LEAST_WORKSPACE = 2**20
+"""A matrix product's workspace is no smaller."""
 
 
 class CallBench:
@@ -157,13 +159,12 @@ class CallBench:
         return self.host_speed.counted(time_calls(empty, self.device, seconds=0.02, most=most), before)
 
     def library_bytes(self) -> int:
-        """Bytes that the device's libraries allocated since the start and still hold."""
-        if self.device.type != "cuda":
+        """Bytes that the device's libraries allocated since the start and still hold: the workspaces of matrix
+        products, one for each thread that makes some. A network without them, not even in a convolution, has none."""
+        if self.device.type != "cuda" or torch.cuda.memory_allocated(self.device) - self.before < _LEAST_WORKSPACE:
             return 0
-        x = torch.ones(
-            8, 8, device=self.device, requires_grad=True
-        )  # matrix products have workspaces, and small convolutions are
-        torch.autograd.grad((x @ x).sum(), x)
+        x = torch.ones(8, 8, device=self.device, requires_grad=True)
+        torch.autograd.grad((x @ x).sum(), x)  # calls were measured in one thread, and a step has two
         del x
         return max(0, torch.cuda.memory_allocated(self.device) - self.before)
 
