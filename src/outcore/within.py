@@ -30,6 +30,7 @@ from outcore.keras.torch_backend import drop_early, hold_all
 from outcore.machine.units import parse_bytes
 from outcore.memory.param_offload.bucketed_step import in_parts
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.sharded import is_sharded, on_whole_parameters
 from outcore.one_device.steps import (
     Exactness,
     Request,
@@ -127,6 +128,8 @@ def within(
     if compile == "auto":
         return faster_of(within, dict(locals()))
     release(model)
+    if is_sharded(model):
+        return on_whole_parameters(within, dict(locals()))
     _check(model, exact)
     if is_keras(model):
         drop_early(model)
@@ -173,8 +176,6 @@ def _check(model: nn.Module, exact: str) -> None:
     """Refuse what cannot be managed."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise OutcoreError("give outcore.within the model, then wrap the result: DDP(outcore.within(model, ...))")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
     if exact not in get_args(Exactness):
         raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
 

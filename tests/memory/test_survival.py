@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,11 +229,27 @@ def sharded() -> list[torch.Tensor]:
     return _two_steps(lambda model: fully_shard(model))
 
 
-def _two_steps(around: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+def sharded_before() -> list[torch.Tensor]:
+    return _two_steps(_sharded_by_blocks, before=True)
+
+
+def _sharded_by_blocks(model: nn.Module) -> nn.Module:
+    for block in list(model.children())[:6]:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _two_steps(around: Callable[[nn.Module], nn.Module], *, before: bool = False) -> list[torch.Tensor]:
     """Largest difference from the same around a plain model, per step; each rank has images of its own."""
     model = network()
     twin = copy.deepcopy(model)
-    wrapped, plain = around(budgeted(model, 0.6)), around(twin)
+    if before:
+        wrapped, plain = around(model), around(twin)
+        settings: dict[str, Any] = {"optimizer": 0.0, "measure_s": 0.1, "quiet": True}
+        outcore.within(model, (images(),), memory=None, **settings)
+        outcore.within(model, (images(),), memory=int(0.6 * outcore.memory_plan(model).plain_bytes), **settings)
+    else:
+        wrapped, plain = around(budgeted(model, 0.6)), around(twin)
     found = []
     for seed in range(2):
         x = images() * (1 + dist.get_rank())
@@ -250,7 +267,7 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def test_data_parallel_and_sharded_around_on_two_ranks() -> None:
     with pool() as ranks:
-        for function in (data_parallel, sharded):
+        for function in (data_parallel, sharded, sharded_before):
             assert all(not difference for found in ranks.run(function, 2) for difference in found)
 
 

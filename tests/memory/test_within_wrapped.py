@@ -1,5 +1,6 @@
 """What people put around a model and inside it: compilation, data parallelism, sharding, checkpoints."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import outcore
 from outcore.cost.measured.live_bytes import LiveBytes
@@ -62,8 +63,44 @@ def test_sharded_around(one_rank: None) -> None:
     step(model, images()), step(duplicate, images())
     pairs = zip(model.parameters(), duplicate.parameters(), strict=True)
     assert all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in pairs)  # type: ignore[union-attr]
-    with pytest.raises(OutcoreError, match="before fully_shard"):
-        outcore.within(outcore.release(model), (images(),), memory=None)
+
+
+def _layers(count: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "block by block"])
+@pytest.mark.parametrize("half", [False, True], ids=["", "parameters of bfloat16"])
+def test_sharded_before(one_rank: None, blocks: bool, half: bool) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None)
+    model, x = network(), images()
+    if half:  # which norms over batches do not take
+        model, x = nn.Sequential(*_layers(6)), torch.randn(512, 64)
+    twin = copy.deepcopy(model)
+    for net in (model, twin):
+        for block in list(net.children())[1:6] if blocks else ():
+            fully_shard(block, mp_policy=policy)
+        fully_shard(net, mp_policy=policy)
+    optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (model, twin)]
+    types = [type(m) for m in model.modules()]
+    outcore.within(model, (x,), memory=None, optimizer=optimizers[0], measure_s=0.1, quiet=True)
+    plain = outcore.memory_plan(model).plain_bytes
+    outcore.within(model, (x,), memory=int(0.7 * plain), optimizer=optimizers[0], measure_s=0.1, quiet=True)
+    assert [type(m) for m in model.modules()] == types
+    assert all(hasattr(p, "device_mesh") and p.grad is None for p in model.parameters())
+    for seed, size in enumerate((1.0, 1.0, 0.5, 2.0)):
+        batch = torch.cat([x] * int(size)) if size >= 1 else x[: len(x) // 2]
+        for net, optimizer in zip((model, twin), optimizers, strict=True):
+            told = "sharded one by one" if blocks else "larger than the one that was planned"
+            larger = size > 1 and net is model
+            with pytest.warns(UserWarning, match=told) if larger else contextlib.nullcontext():
+                step(net, batch, seed)
+            optimizer.step()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(torch.equal(p.full_tensor(), q.full_tensor()) for p, q in pairs)  # type: ignore[attr-defined]
+    assert managed(model).plan.policy
+    with pytest.raises(OutcoreError, match="leave state= away"):
+        outcore.within(model, (x,), memory=None, state={"parameters": "offload"}, optimizer=optimizers[0])
 
 
 def test_checkpoint_inside() -> None:

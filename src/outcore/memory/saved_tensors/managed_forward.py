@@ -32,7 +32,7 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import belong, by_bytes, scaled
-from outcore.errors import CaptureError, OutcoreError, PlanError, VaryingError
+from outcore.errors import CaptureError, PlanError, VaryingError
 from outcore.graph import Graph
 from outcore.graph.memory_format import recorded
 from outcore.graph.reads.snapshot import Snapshot
@@ -60,6 +60,7 @@ from outcore.memory.saved_tensors.plan_call import CallProposal, propose
 from outcore.memory.saved_tensors.policy_table import compile_policies
 from outcore.memory.saved_tensors.replan import admit_larger, corrected, replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
+from outcore.memory.saved_tensors.sharded import NOT_GATHERED, is_sharded
 from outcore.planner.memory.plan import MemoryPlan
 
 __all__ = ["ManagedForward", "Settings"]
@@ -306,11 +307,10 @@ class ManagedForward:
         near: MemoryPlan | None = None,
     ) -> None:
         """Record and plan a way of calling the model, as far as that is not done yet; `near` is its plan before."""
-        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
-            raise OutcoreError(
-                "blocks of this model were sharded one by one after outcore.within; call outcore.within on each of "
-                "these blocks before fully_shard, or shard the model as a whole"
-            )
+        if is_sharded(self.model):  # other ranks may have met this call before, and would not help to gather
+            warnings.warn(f"outcore runs this call as plain PyTorch: {NOT_GATHERED}", stacklevel=3)
+            self.admitted[key] = None
+            return
         try:
             with self.suspended(), planning():
                 graph = graph or recorded(self.model, args, kwargs, self.settings.order.inside)
