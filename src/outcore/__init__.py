@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from outcore.graph import capture as capture
     from outcore.job import Job as Job
     from outcore.memory.saved_tensors.lossy_error import gradient_effect as gradient_effect
-    from outcore.plan_document import Plan as Plan
     from outcore.predict import estimate as estimate
     from outcore.predict import memory_of as memory_of
+    from outcore.program.plan.document import Plan as Plan
     from outcore.run import Engine as Engine
     from outcore.spatial.choose import plan as plan
     from outcore.within import memory_plan as memory_plan
@@ -49,7 +49,7 @@ _NAMES = {
     "Job": "job",
     "JobError": "errors",
     "OutcoreError": "errors",
-    "Plan": "plan_document",
+    "Plan": "program.plan.document",
     "capture": "graph",
     "estimate": "predict",
     "fuse": "fusion",

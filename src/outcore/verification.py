@@ -32,10 +32,10 @@ from outcore.keras.tensorflow.planned import TensorFlowPlan
 from outcore.machine.units import format_bytes, parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.saved_tensors.lossy_error import lossy_buffers
-from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.search import smallest
-from outcore.policies import parse_policies
+from outcore.program.plan.document import Plan
+from outcore.program.policies import parse_policies
 from outcore.within import memory_plan, within
 
 __all__ = ["ParameterRow", "Verdict", "verify_job"]

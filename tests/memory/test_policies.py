@@ -17,7 +17,7 @@ from outcore.memory.offload.backends import DiskBackend
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
-from outcore.policies import OFFLOAD, Encode, parse_policies
+from outcore.program.policies import OFFLOAD, Encode, parse_policies
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare, policies

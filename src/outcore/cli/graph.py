@@ -16,7 +16,7 @@ from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 
 __all__ = ["graph"]
 

@@ -27,7 +27,7 @@ from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
 from outcore.planner.pipeline.stage_policies import rebased
-from outcore.policies import Policies, Recompute
+from outcore.program.policies import Policies, Recompute
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
 

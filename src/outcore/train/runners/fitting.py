@@ -17,9 +17,9 @@ from torch import nn
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
 from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_budget
-from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
-from outcore.policies import kind_of_policy
+from outcore.program.plan.document import Plan
+from outcore.program.policies import kind_of_policy
 from outcore.stream.one_device import OneDeviceStep
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.train.examples.feed import MicroBatch
