@@ -179,8 +179,8 @@ def _within(
     plan: MemoryPlan,
 ) -> FittedModel:
     """The model under policies, which are chosen again from what is measured here."""
+    from outcore.one_device.within import within
     from outcore.train.settings.schedules import make_optimizer
-    from outcore.within import within
 
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
@@ -228,7 +228,7 @@ def _share_of_plain(memory: str | None) -> str:
 
 def _released(model: nn.Module) -> nn.Module:
     """The model as the user made it."""
-    from outcore.within import release
+    from outcore.one_device.within import release
 
     inner: nn.Module = getattr(model, "model", model) if type(model).__name__ == "Streamed" else model
     return release(inner)
