@@ -3,8 +3,8 @@
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
 parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
 differences below a bound that follows from the precision, or *lossy* where it names an encoding that is, with how far
-the gradients are off. Images that are too large for that are cropped (`outcore.cost.cropped_job`); the plan is then made
-for the whole ones, and applied to the crop.
+the gradients are off. Images that are too large for that are cropped (`outcore.cost.cropped_job`); the plan is then
+made for the whole ones, and applied to the crop.
 """
 
 from __future__ import annotations

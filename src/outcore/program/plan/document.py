@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf, check
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
@@ -30,7 +31,6 @@ from outcore.notebook import html_of
 from outcore.program.plan.order import check_order
 from outcore.program.plan.schema import MOST, check_against, check_policy, check_spatial, schema
 from outcore.program.plan.stage_names import place_calls
-from outcore.schema import MapOf, check
 
 __all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "PredictedStep", "Schedule"]
 
