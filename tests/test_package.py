@@ -22,8 +22,8 @@ import torch
 before = set(sys.modules)
 assert outcore.Job
 assert not (sys.modules.keys() - before) & {{*{EXTRAS.split()!r}}}, "no extra is imported that is not used"
-import outcore.within
-from outcore.within import release
+import outcore.one_device.within
+from outcore.one_device.within import release
 assert callable(outcore.within), "a function is not hidden by the file of its name"
 named = [outcore.scan.GRU, outcore.data.open_slide, outcore.stream.stream, outcore.fuse, outcore.run.read_weights]
 assert all(map(callable, [*named, outcore.Engine])), "what is imported when first used is there"

@@ -28,7 +28,7 @@ from outcore.graph.record.keys import key_of
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import fit
-from outcore.policies import Policies
+from outcore.program.policies import Policies
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BYTES_PER_S = 3.9e12

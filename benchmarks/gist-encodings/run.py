@@ -48,7 +48,7 @@ from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.ops.encoding import codec_for, held_bytes
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import RECOMPUTE, Encode, Policy
+from outcore.program.policies import RECOMPUTE, Encode, Policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = "alexnet:64x224,vgg19:64x224,inception_v3:64x299,resnet50:64x224,densenet121:64x224,unet:16x224"

@@ -116,7 +116,7 @@ def _everything(model: Any, x: Any) -> tuple[dict[str, str], int]:
     from outcore.cost.predicted.rough import by_bytes
     from outcore.planner.memory.copy_schedule import OffloadTarget
     from outcore.planner.memory.evaluate import StepModel
-    from outcore.policies import OFFLOAD
+    from outcore.program.policies import OFFLOAD
 
     graph = outcore.capture(model, (x,))
     least = 4 * 2**20 if x.is_cuda else 4096

@@ -33,7 +33,7 @@ from rich.console import Console
 from outcore.data import write_slides
 from outcore.job import Job
 from outcore.machine.units import parse_bytes
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.stream.execute.execution import Execution
 from outcore.train import application
 from outcore.train.examples.supply import find_supply

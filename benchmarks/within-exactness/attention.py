@@ -25,7 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import outcore
-from outcore.policies import OFFLOAD
+from outcore.program.policies import OFFLOAD
 
 Gradients = dict[str, torch.Tensor]
 

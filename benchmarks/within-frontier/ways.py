@@ -29,7 +29,7 @@ from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.saved_tensors import plan_call
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import parse_policies
+from outcore.program.policies import parse_policies
 
 Row = dict[str, Any]
 Enter = Callable[[], None]

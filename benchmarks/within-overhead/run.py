@@ -27,7 +27,7 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import RECOMPUTE
+from outcore.program.policies import RECOMPUTE
 
 STEPS = 60
 

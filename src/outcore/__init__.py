@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from outcore import whatif as whatif
     from outcore.cost.costs import Costs as Costs
     from outcore.cost.measured.measure import measure as measure
+    from outcore.cost.model_estimate import estimate as estimate
+    from outcore.cost.model_estimate import memory_of as memory_of
     from outcore.errors import CaptureError as CaptureError
     from outcore.errors import JobError as JobError
     from outcore.errors import OutcoreError as OutcoreError
@@ -30,14 +32,12 @@ if TYPE_CHECKING:
     from outcore.graph import capture as capture
     from outcore.job import Job as Job
     from outcore.memory.saved_tensors.lossy_error import gradient_effect as gradient_effect
-    from outcore.plan_document import Plan as Plan
-    from outcore.predict import estimate as estimate
-    from outcore.predict import memory_of as memory_of
+    from outcore.one_device.within import memory_plan as memory_plan
+    from outcore.one_device.within import release as release
+    from outcore.one_device.within import within as within
+    from outcore.program.plan.document import Plan as Plan
     from outcore.run import Engine as Engine
     from outcore.spatial.choose import plan as plan
-    from outcore.within import memory_plan as memory_plan
-    from outcore.within import release as release
-    from outcore.within import within as within
 
 __version__ = "0.1.0"
 
@@ -49,17 +49,17 @@ _NAMES = {
     "Job": "job",
     "JobError": "errors",
     "OutcoreError": "errors",
-    "Plan": "plan_document",
+    "Plan": "program.plan.document",
     "capture": "graph",
-    "estimate": "predict",
+    "estimate": "cost.model_estimate",
     "fuse": "fusion",
     "gradient_effect": "memory.saved_tensors.lossy_error",
     "measure": "cost.measured.measure",
-    "memory_of": "predict",
-    "memory_plan": "within",
+    "memory_of": "cost.model_estimate",
+    "memory_plan": "one_device.within",
     "plan": "spatial.choose",
-    "release": "within",
-    "within": "within",
+    "release": "one_device.within",
+    "within": "one_device.within",
 }
 """Every public function and class, and the module it is in."""
 _MODULES = ("data", "keras", "models", "run", "scan", "spatial", "stream", "whatif")

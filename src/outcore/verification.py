@@ -3,8 +3,8 @@
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
 parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
 differences below a bound that follows from the precision, or *lossy* where it names an encoding that is, with how far
-the gradients are off. Images that are too large for that are cropped (`outcore.cropped_job`); the plan is then made for
-the whole ones, and applied to the crop.
+the gradients are off. Images that are too large for that are cropped (`outcore.cost.cropped_job`); the plan is then
+made for the whole ones, and applied to the crop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.cost.cropped_job import crop_batch, fitting_side, longest_side
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.cost.training_network import capture_training
-from outcore.cropped_job import crop_batch, fitting_side, longest_side
 from outcore.graph import Graph
 from outcore.graph.record.capture import capture
 from outcore.graph.structure import leaves, substitute
@@ -32,11 +32,11 @@ from outcore.keras.tensorflow.planned import TensorFlowPlan
 from outcore.machine.units import format_bytes, parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.saved_tensors.lossy_error import lossy_buffers
-from outcore.plan_document import Plan
+from outcore.one_device.within import memory_plan, within
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.search import smallest
-from outcore.policies import parse_policies
-from outcore.within import memory_plan, within
+from outcore.program.plan.document import Plan
+from outcore.program.policies import parse_policies
 
 __all__ = ["ParameterRow", "Verdict", "verify_job"]
 

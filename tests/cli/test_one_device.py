@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from tests.cli.command import outcore_command
 
 UNET = ["outcore.models:UNet", "--input", "4x3x64x64", "--arg", "width=8", "--arg", "depth=2"]

@@ -10,8 +10,8 @@ from torch import nn
 
 import outcore
 from outcore.machine.units import format_bytes, format_time
-from outcore.plan_document import Plan
 from outcore.program import Stages, Timeline, compile_program, simulate
+from outcore.program.plan.document import Plan
 from tests.explore.browser import browser, needs_browser
 
 NAME = "<b onclick=hurt()>"

@@ -11,8 +11,8 @@ from outcore.errors import PlanError
 from outcore.explore.plan_points import PlanTable
 from outcore.job import Job
 from outcore.machine import parse
-from outcore.plan_document import Plan
-from outcore.policies import KEEP, RECOMPUTE, kind_of_policy
+from outcore.program.plan.document import Plan
+from outcore.program.policies import KEEP, RECOMPUTE, kind_of_policy
 from outcore.verification import verify_job
 from tests.explore.jobs import write
 

@@ -20,7 +20,7 @@ from outcore.memory.saved_tensors.policy_table import compile_policies
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
-from outcore.policies import KEEP, RECOMPUTE, Encode, Policy
+from outcore.program.policies import KEEP, RECOMPUTE, Encode, Policy
 
 LINK = OffloadTarget(1e11, 1e11, least_bytes=1)
 

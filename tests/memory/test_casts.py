@@ -11,7 +11,7 @@ from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.policies import OFFLOAD, RECOMPUTE
+from outcore.program.policies import OFFLOAD, RECOMPUTE
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.policies import RECOMPUTE
+from outcore.program.policies import RECOMPUTE
 
 from .oracle import policies
 

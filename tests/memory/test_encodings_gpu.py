@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.policies import Encode
+from outcore.program.policies import Encode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

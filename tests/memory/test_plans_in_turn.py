@@ -14,7 +14,7 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.policies import KEEP, RECOMPUTE
+from outcore.program.policies import KEEP, RECOMPUTE
 
 
 class Block(nn.Module):

@@ -12,12 +12,13 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
-from outcore.memory import ReplayPass, prepare
 from outcore.memory.offload.backends import DiskBackend
+from outcore.memory.replay.compile_policies import prepare
+from outcore.memory.replay.replay_forward import ReplayPass
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
-from outcore.policies import OFFLOAD, Encode, parse_policies
+from outcore.program.policies import OFFLOAD, Encode, parse_policies
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare, policies

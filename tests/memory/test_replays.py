@@ -18,7 +18,7 @@ from outcore.memory.replay.replay_forward import ReplayPass
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
-from outcore.policies import parse_policies
+from outcore.program.policies import parse_policies
 from tests.memory.fused import managed, replaced
 
 

@@ -18,7 +18,7 @@ from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.one_device import steps
-from outcore.policies import policies_to_json
+from outcore.program.policies import policies_to_json
 
 SIDE = 48
 

@@ -28,7 +28,7 @@ from outcore.ops.recomputable import again
 from outcore.ops.saved import SAVED
 from outcore.ops.signature import SIGNATURES
 from outcore.ops.views import SHARING
-from outcore.policies import RECOMPUTE
+from outcore.program.policies import RECOMPUTE
 from tests.ops.samples import Sample, samples
 
 SAMPLES = list(samples())

@@ -12,7 +12,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.copy_schedule import OffloadTarget, schedule_transfers
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import RECOMPUTE, Encode
+from outcore.program.policies import RECOMPUTE, Encode
 
 
 def step(tier: OffloadTarget | None = None) -> StepModel:

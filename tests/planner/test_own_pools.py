@@ -9,7 +9,7 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import Encode
+from outcore.program.policies import Encode
 
 
 def test_neither_index_nor_input_is_whole_in_the_backward_of_a_pool_on_a_gpu() -> None:

@@ -14,8 +14,8 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
-from outcore.plan_document import Plan
-from outcore.policies import OFFLOAD, RECOMPUTE, Policy, policies_to_json
+from outcore.program.plan.document import Plan
+from outcore.program.policies import OFFLOAD, RECOMPUTE, Policy, policies_to_json
 from outcore.stream import stream
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.plan.prepared import bound, divided

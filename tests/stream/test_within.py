@@ -17,9 +17,9 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
 from outcore.errors import PlanError
-from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
-from outcore.policies import RECOMPUTE, policies_to_json
+from outcore.program.plan.document import Plan
+from outcore.program.policies import RECOMPUTE, policies_to_json
 from outcore.stream import PixelLoss, pixel_loss
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.managed_forward import StreamedForward

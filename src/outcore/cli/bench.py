@@ -14,10 +14,10 @@ from outcore.bench.families import FAMILIES, family
 from outcore.bench.suite import BenchResult, FamilyResult, run_suite
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Json
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf
 from outcore.errors import OutcoreError
 from outcore.machine import format_bytes, format_time, known
-from outcore.schema import MapOf
 
 __all__ = ["bench"]
 

@@ -16,7 +16,7 @@ from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 
 __all__ = ["graph"]
 
@@ -118,7 +118,7 @@ def _picture(
 def _shades(graph: Graph, shade: str | None, on: str | None) -> dict[str, Any]:
     if shade is None:
         return {}
-    from outcore.predict import estimate
+    from outcore.cost.model_estimate import estimate
     from outcore.report.graph_drawing.shading import memory_by_block, moved_by_block, time_by_block
 
     if shade == "time":

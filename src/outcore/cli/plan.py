@@ -21,11 +21,11 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_budget
-from outcore.plan_document import BatchNorm, Plan
 from outcore.planner import SCHEDULES, CallWeights, plan_vertically
 from outcore.planner.pipeline.lower import predicted_by
 from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of, weights_on
 from outcore.program import Timeline, chart, rich_gantt, save_trace
+from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial import plan_grid
 from outcore.spatial.choose import plan as make_plan
 from outcore.spatial.timeline import predict_timeline

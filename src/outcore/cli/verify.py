@@ -15,7 +15,7 @@ from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
 from outcore.job import Job
 from outcore.machine.units import counted
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.verification import Verdict, verify_job
 
 __all__ = ["verify"]

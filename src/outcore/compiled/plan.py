@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.machine.units import format_bytes
-from outcore.policies import Policy
+from outcore.program.policies import Policy
 
 __all__ = ["CompiledPlan"]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from outcore.cost.predicted.roofline import Ceiling
-from outcore.schema import Anything, ListOf, MapOf, Maybe, Number, OneOf, Problem, Record, Schema, Text, Whole
-from outcore.typed_schema import schema_of
+from outcore.documents.schema import Anything, ListOf, MapOf, Maybe, Number, OneOf, Problem, Record, Schema, Text, Whole
+from outcore.documents.typed_schema import schema_of
 
 __all__ = ["calibration_schema"]
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from outcore.cost.saved import Saved
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import Anything, ListOf, MapOf, Record, Text, check
+from outcore.documents.typed_schema import record_of, schema_of
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
 from outcore.machine.clock import TimedRuns
 from outcore.notebook import html_of
-from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
-from outcore.typed_schema import record_of, schema_of
 
 __all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
 

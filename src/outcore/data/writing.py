@@ -21,7 +21,7 @@ import numpy as np
 from outcore.data.patterns import KINDS, VARIANTS, patterns
 from outcore.data.scene import GLASS, Scene
 from outcore.errors import DataError
-from outcore.worker_threads import WorkerTask, WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["Compression", "write_slide", "write_slides", "write_volume"]
 

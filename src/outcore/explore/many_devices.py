@@ -10,9 +10,9 @@ from outcore.errors import OutcoreError
 from outcore.explore.plan_points import timeline_json
 from outcore.job import Job
 from outcore.machine import Machine
-from outcore.plan_document import Plan
 from outcore.planner import CallWeights
 from outcore.planner.pipeline.plan_job import batch_for, links_of
+from outcore.program.plan.document import Plan
 from outcore.spatial.choose import plan as make_plan
 from outcore.spatial.timeline import predict_timeline
 

@@ -43,11 +43,11 @@ from outcore.graph.naming import function_name, kind_of
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan
+from outcore.one_device.within import within
 from outcore.program import Event, Timeline
+from outcore.program.plan.document import Plan
 from outcore.program.simulator.memory_curve import PARTS, RankMemory
 from outcore.run.engine.setup import choose_device
-from outcore.within import within
 
 __all__ = ["main", "measured_step", "record_step"]
 

@@ -13,9 +13,9 @@ from html import escape
 from outcore.cost.costs import Costs, Totals
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
-from outcore.plan_document import Plan
-from outcore.policies import kind_of_policy, parse_policy
 from outcore.program import Timeline, chart
+from outcore.program.plan.document import Plan
+from outcore.program.policies import kind_of_policy, parse_policy
 from outcore.report.bundle import bundle
 from outcore.report.page import page
 

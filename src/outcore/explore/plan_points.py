@@ -22,14 +22,14 @@ from outcore.graph import Graph
 from outcore.graph.parts import ROOT, ancestors
 from outcore.job import Job
 from outcore.machine import Machine
-from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.script import link_of, one_stage, stage_of
 from outcore.planner.memory.search import Assignment, fit, smallest
-from outcore.policies import KEEP, Policies, Policy, kind_of_policy, parse_policy, policies_to_json
 from outcore.program import Timeline, simulate
-from outcore.stage_names import name_stages
+from outcore.program.plan.document import Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages
+from outcore.program.policies import KEEP, Policies, Policy, kind_of_policy, parse_policy, policies_to_json
 
 __all__ = ["PlanTable", "timeline_json"]
 

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import Anything, Flag, ListOf, MapOf, Record, Text, check
+from outcore.documents.typed_schema import schema_of
 from outcore.errors import OutcoreError, suggest
 from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
@@ -23,8 +25,6 @@ from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
 from outcore.notebook import html_of
 from outcore.ops.views import REARRANGING
-from outcore.schema import Anything, Flag, ListOf, MapOf, Record, Text, check
-from outcore.typed_schema import schema_of
 
 if TYPE_CHECKING:
     from outcore.graph.record.captured_module import CapturedModule

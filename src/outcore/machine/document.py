@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outcore.documents.schema import Anything, Either, Flag, ListOf, Maybe, Number, OneOf, Record, Text, Whole
 from outcore.machine.device import PRECISIONS
-from outcore.schema import Anything, Either, Flag, ListOf, Maybe, Number, OneOf, Record, Text, Whole
 
 __all__ = ["CLUSTER", "MACHINE"]
 

@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf, check
 from outcore.errors import MachineError
 from outcore.machine.device import PRECISIONS, Device
 from outcore.machine.document import MACHINE
 from outcore.machine.link import HostLink, Link
 from outcore.machine.units import format_bytes, format_rate, format_time
-from outcore.schema import MapOf, check
 
 __all__ = ["VERSION", "Machine"]
 

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import Anything, MapOf, Record
 from outcore.errors import MachineError
 from outcore.machine.device import Device
 from outcore.machine.link import HostLink, Link
 from outcore.machine.machine import VERSION, Machine
-from outcore.schema import Anything, MapOf, Record
 
 __all__ = ["Progress", "cache_directory", "probe", "remembered"]
 

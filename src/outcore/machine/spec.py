@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf, check
 from outcore.errors import MachineError
 from outcore.machine import catalogue
 from outcore.machine.document import CLUSTER
 from outcore.machine.link import Link
 from outcore.machine.machine import VERSION, Machine
-from outcore.schema import MapOf, check
 
 __all__ = ["parse"]
 

@@ -41,11 +41,11 @@ from outcore.memory.param_offload.escalation import StatePlacement
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.memory.saved_tensors.trial_steps import run_trial_steps
-from outcore.plan_document import Plan
 from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy, ladder
-from outcore.policies import parse_policies
+from outcore.program.plan.document import Plan
+from outcore.program.policies import parse_policies
 
 if TYPE_CHECKING:
     from outcore.compiled.plan import CompiledPlan

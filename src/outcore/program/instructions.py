@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from outcore.documents.schema import ListOf, MapOf, check
+from outcore.documents.typed_schema import record_of
 from outcore.errors import ProgramError
 from outcore.program.script import Script, action_from_json, action_to_json
-from outcore.schema import ListOf, MapOf, check
-from outcore.typed_schema import record_of
 
 __all__ = [
     "Backward",

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import Anything, ListOf, MapOf, Record, Text, check
 from outcore.errors import ProgramError
 from outcore.program.instructions import (
     Backward,
@@ -29,7 +30,6 @@ from outcore.program.instructions import (
     instruction_from_json,
     instruction_to_json,
 )
-from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
 
 __all__ = ["VERSION", "Program"]
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from outcore.documents.schema import check
+from outcore.documents.typed_schema import record_of
 from outcore.errors import ProgramError
-from outcore.schema import check
-from outcore.typed_schema import record_of
 
 __all__ = [
     "Action",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outcore.policies import OFFLOAD, RECOMPUTE, Policy
-from outcore.policies import Encode as EncodePolicy
+from outcore.program.policies import OFFLOAD, RECOMPUTE, Policy
+from outcore.program.policies import Encode as EncodePolicy
 from outcore.program.script import Drop, Encode, Evict, Fetch, Release, Run, Script
 
 __all__ = ["ScriptLayout", "layout_of"]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import Anything, ListOf, MapOf, Record, Text, check
+from outcore.documents.typed_schema import schema_of
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes, format_time
 from outcore.notebook import html_of
 from outcore.program.simulator.memory_curve import CURVE, RankMemory
-from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
-from outcore.typed_schema import schema_of
 
 __all__ = ["COMPUTE", "NETWORK", "STREAMS", "VERSION", "Event", "Timeline"]
 

@@ -1,4 +1,4 @@
-"""From an order of computing written in a plan (`outcore.plan_order`) to a program, and back.
+"""From an order of computing written in a plan (`outcore.program.plan.order`) to a program, and back.
 
 A step with fewer micro-batches runs the same order without the others: what a micro-batch waits for is always of the
 same micro-batch, so what is left still meets.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.plan_order import read_row
 from outcore.program.compile import assemble
 from outcore.program.instructions import Backward, Compute, Forward
+from outcore.program.plan.order import read_row
 from outcore.program.program import Program
 from outcore.program.stages import Stages
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from outcore.documents import read_text
+from outcore.documents.reading import read_text
 from outcore.errors import OutcoreError
 
 __all__ = ["Evaluation", "EvaluationCurve", "evaluate"]

@@ -16,7 +16,7 @@ from outcore.figure import Axes, Span, bytes_unit, document, legend, line, text
 from outcore.machine.units import format_bytes, format_time
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment
-from outcore.policies import kind_of_policy, policies_to_json
+from outcore.program.policies import kind_of_policy, policies_to_json
 
 __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json, read_text
+from outcore.documents.reading import read_json, read_text
+from outcore.documents.schema import ListOf, MapOf, Maybe, Number, Record, Text
 from outcore.errors import OutcoreError
 from outcore.graph.graph import Graph
 from outcore.report.bundle import FORMAT, bundle
 from outcore.report.evaluation import evaluate
 from outcore.report.evaluation_svg import confusion_svg, curves_svg
-from outcore.schema import ListOf, MapOf, Maybe, Number, Record, Text
 
 __all__ = ["read_run", "run_bundle", "thin"]
 

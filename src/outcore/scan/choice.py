@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf
+from outcore.documents.typed_schema import schema_of
 from outcore.errors import ScanError
 from outcore.scan.cells import CellShape
-from outcore.schema import MapOf
-from outcore.typed_schema import schema_of
 
 __all__ = ["Choices", "ScanTiming", "choices", "key_of"]
 

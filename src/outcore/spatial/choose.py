@@ -27,13 +27,13 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import format_bytes, format_time, parse_budget
-from outcore.plan_document import BatchNorm, Plan
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
 from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, weights_on
 from outcore.planner.pipeline.plan_job import plan as plan_stages
 from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial.mixed import mixed_plans
 from outcore.spatial.plan import GridChoice, GridSearch
 from outcore.stream.job_plan import plan as plan_one_device

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.errors import OutcoreError, PlanError
-from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.partition.partition import split
+from outcore.program.plan.document import Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages
 from outcore.program.simulator.part_time import PartBytes, SplitStageCosts
 from outcore.spatial.extent import split_extent
 from outcore.spatial.forecast import bytes_of_ranks
@@ -21,7 +22,6 @@ from outcore.spatial.plan import GridSearch
 from outcore.spatial.script import part_scripts
 from outcore.spatial.stage_layout import layout_of_stage
 from outcore.spatial.timeline import grid_timeline
-from outcore.stage_names import name_stages
 
 __all__ = ["mixed_plans"]
 

@@ -20,10 +20,11 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import format_bytes, format_time, parse_bytes
-from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.program import Links
+from outcore.program.plan.document import Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages
 from outcore.program.simulator.part_time import PartBytes, PartScript, SplitStageCosts
 from outcore.spatial.extent import split_extent
 from outcore.spatial.forecast import SplitForecast, bytes_of_ranks, split_forecast
@@ -31,7 +32,6 @@ from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.script import part_scripts, step_s
 from outcore.spatial.timeline import grid_timeline
-from outcore.stage_names import name_stages
 from outcore.stream.network import RegionNetwork
 
 __all__ = ["GridChoice", "GridSearch", "plan_grid"]

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.lower import lower
 from outcore.planner.pipeline.lower import predict_timeline as predict_stages
 from outcore.program import Links, Timeline, simulate
+from outcore.program.plan.document import Plan
 from outcore.program.simulator.part_time import SplitStageCosts
 from outcore.program.split_stage import split_first_stage
 from outcore.spatial.forecast import bytes_of_ranks

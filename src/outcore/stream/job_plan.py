@@ -15,12 +15,12 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_bytes
-from outcore.plan_document import BatchNorm, Plan
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.plan_job import batch_for
 from outcore.planner.pipeline.plan_job import plan as plan_many
 from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.program.plan.document import BatchNorm, Plan
 from outcore.stream.one_device import fit_one_device
 
 __all__ = ["plan"]

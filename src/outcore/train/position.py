@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from outcore.documents.schema import Maybe, Number, Record, Whole, check
 from outcore.errors import CheckpointError
-from outcore.schema import Maybe, Number, Record, Whole, check
 from outcore.train.metrics import HIGHER_IS_BETTER
 
 __all__ = ["TrainingPosition"]

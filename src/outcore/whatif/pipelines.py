@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.machine.link import Link
-from outcore.plan_document import Plan
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
+from outcore.program.plan.document import Plan
 from outcore.whatif.links import ClusterLink
 from outcore.whatif.recording import Recording
 from outcore.whatif.setup import TrainingSetup

@@ -105,7 +105,7 @@ def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], A
                 group["capturable"] = True
     called: Callable[..., Any] = model
     if setup.within_bytes is not None:
-        from outcore.within import within
+        from outcore.one_device.within import within
 
         loss = job.loss
         counted = (lambda output: loss(output, target)) if loss is not None and target is not None else None

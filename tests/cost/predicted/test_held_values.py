@@ -12,7 +12,7 @@ from outcore.cost.predicted.rough import by_bytes
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import PlanError
 from outcore.models import UNet
-from outcore.policies import Encode
+from outcore.program.policies import Encode
 from tests.cost.holding_programs import program
 from tests.cost.oracle import Counter
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import outcore
 from outcore.memory.encode.byte_index_pool import _Pool
 from outcore.memory.encode.pool_positions import PoolWindow, window_of
-from outcore.policies import Encode
+from outcore.program.policies import Encode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

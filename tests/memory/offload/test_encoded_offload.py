@@ -8,7 +8,7 @@ from torch import nn
 
 import outcore
 from outcore.errors import PlanError
-from outcore.policies import Encode
+from outcore.program.policies import Encode
 
 TANH = "3#0:out"
 

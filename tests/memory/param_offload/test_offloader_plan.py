@@ -10,10 +10,10 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
-from outcore.plan_document import Plan
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy, ladder
+from outcore.program.plan.document import Plan
 from tests.memory.param_offload.test_offloader import ADAM, OPTIMIZERS, same
 from tests.memory.param_offload.test_offloader_loops import keeper
 

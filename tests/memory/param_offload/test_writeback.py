@@ -14,7 +14,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.memory.offload.copy_streams import Ends, RoundTripCopy, ThreadCopyStreams
 from outcore.memory.param_offload import flat_buffer, residency, writeback
-from outcore.policies import RECOMPUTE
+from outcore.program.policies import RECOMPUTE
 from tests.memory.param_offload.test_in_flight_params import PendingCopy
 from tests.memory.param_offload.test_offloader import SGD, batch, network, offloaded, same, train
 from tests.memory.param_offload.test_offloader_loops import keeper

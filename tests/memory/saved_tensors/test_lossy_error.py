@@ -10,7 +10,7 @@ from torch import nn
 import outcore
 from outcore.memory.encode.codecs import encode
 from outcore.memory.saved_tensors.lossy_error import LossyEffect
-from outcore.stage_names import name_stages
+from outcore.program.plan.stage_names import name_stages
 from outcore.verification import verify_job
 
 

@@ -14,7 +14,7 @@ from outcore.memory.saved_tensors.policy_table import compile_policies
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
-from outcore.policies import OFFLOAD, Policy
+from outcore.program.policies import OFFLOAD, Policy
 
 
 def chain() -> nn.Module:

@@ -15,7 +15,7 @@ from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.search import fit, smallest
-from outcore.policies import KEEP, RECOMPUTE
+from outcore.program.policies import KEEP, RECOMPUTE
 
 
 def step(layers: int = 4) -> StepModel:

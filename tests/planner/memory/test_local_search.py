@@ -10,7 +10,7 @@ import pytest
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
 from outcore.planner.memory.search import PolicySearch, smallest
-from outcore.policies import KEEP
+from outcore.program.policies import KEEP
 from tests.planner.memory.test_frontier import brute_force, step
 
 

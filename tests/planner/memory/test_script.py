@@ -12,8 +12,8 @@ from outcore.errors import PlanError
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit, link_of, one_stage, stage_of
-from outcore.policies import RECOMPUTE, Encode, Keep, Offload
 from outcore.program import Program, check, simulate
+from outcore.program.policies import RECOMPUTE, Encode, Keep, Offload
 from outcore.program.script import Recompute, Run
 from outcore.program.script_layout import layout_of
 from tests.memory.oracle import policies

@@ -10,10 +10,10 @@ import outcore
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine import parse
-from outcore.plan_document import Plan
 from outcore.planner import CallWeights
 from outcore.planner import plan as search
 from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see
+from outcore.program.plan.document import Plan
 
 
 def normed(batch: int = 8) -> Graph:

@@ -12,7 +12,6 @@ from outcore import models
 from outcore.cost.measured.saved_bytes import account
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan
 from outcore.planner import (
     CallWeights,
     Pipeline,
@@ -28,6 +27,7 @@ from outcore.planner.pipeline.candidates import candidates_for
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.program import Links
+from outcore.program.plan.document import Plan
 from tests.planner.nets import build
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outcore.memory.offload.worker_threads import WorkerTask
 from outcore.run.ranks import faults
 from outcore.run.ranks.current_work import CurrentWork
 from outcore.run.ranks.faults import FaultMonitor
@@ -18,7 +19,6 @@ from outcore.run.ranks.store import StoreServer
 from outcore.run.ranks.store_client import StoreClient
 from outcore.run.transport import watched_wait
 from outcore.run.transport.watched_wait import WatchedWait
-from outcore.worker_threads import WorkerTask
 from tests.run.failing import fail
 from tests.run.pool import Pool
 

@@ -18,7 +18,7 @@ from outcore.errors import PlanError, TrainError
 from outcore.job import Job
 from outcore.machine import known
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.stream.one_device import simulate_tiles
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.folder import RunFolder

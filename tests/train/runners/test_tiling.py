@@ -12,7 +12,7 @@ from torch import nn
 from outcore.data import Batch, Scene, open_slide, write_slide, write_slides
 from outcore.graph import Graph, capture
 from outcore.job import Job
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.stream.plan.plan import StreamPlan, plan_by_hand
 from outcore.train.runners import tiling
 from outcore.train.settings.config import Config

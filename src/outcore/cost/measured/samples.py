@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from outcore.cost.predicted.operation import Operation
+from outcore.documents.schema import MapOf, Record, check
+from outcore.documents.typed_schema import record_of
 from outcore.errors import MachineError
 from outcore.machine.clock import TimedRuns
-from outcore.schema import MapOf, Record, check
-from outcore.typed_schema import record_of
 
 __all__ = ["Progress", "Sample", "measure_samples", "read_samples"]
 

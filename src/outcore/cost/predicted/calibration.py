@@ -33,12 +33,12 @@ from outcore.cost.predicted.features import NAMES
 from outcore.cost.predicted.operation import KINDS, Operation
 from outcore.cost.predicted.regression import METHODS
 from outcore.cost.predicted.roofline import Ceiling
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf, check
 from outcore.errors import MachineError
 from outcore.machine.clock import TimedRuns
 from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
 from outcore.machine.probe import cache_directory
-from outcore.schema import MapOf, check
 
 __all__ = ["Calibration", "Prediction", "Trust", "fit_calibration", "training_samples"]
 

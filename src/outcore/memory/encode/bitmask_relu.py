@@ -26,7 +26,7 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Step
 from outcore.memory.encode.bitmask import rectified, through, unpack_bits
 from outcore.memory.op_fusion.pattern import hooked
-from outcore.policies import Policies
+from outcore.program.policies import Policies
 
 __all__ = ["bit_relus", "rectified_by_bits", "relu_by_bits"]
 

@@ -27,7 +27,7 @@ from outcore.memory.offload.disk_spill import SpillBackend
 from outcore.memory.offload.host_limit import host_limit_bytes
 from outcore.memory.offload.pinning import pin, unpin
 from outcore.memory.offload.scratch_file import ScratchFile
-from outcore.worker_threads import WorkerTask, WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["Backend", "DiskBackend", "HostBackend", "OffloadedBuffer", "tier_for"]
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from outcore.worker_threads import WorkerTask, WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = [
     "Copy",

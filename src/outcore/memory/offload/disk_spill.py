@@ -25,7 +25,7 @@ from outcore.memory.offload.arena import Arena, ArenaBlock
 from outcore.memory.offload.copy_streams import CopyEvent, copy_streams_for
 from outcore.memory.offload.host_storage import PinnedStorage
 from outcore.memory.offload.scratch_file import ScratchFile
-from outcore.worker_threads import WorkerTask, WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["SpillBackend", "SpilledBuffer"]
 

@@ -29,7 +29,7 @@ from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.replay.replay_recompute import BufferRecompute, compile_recompute
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
 from outcore.ops.encoding import held_bytes
-from outcore.policies import KEEP, Policy, Recompute
+from outcore.program.policies import KEEP, Policy, Recompute
 from outcore.program.script import Script
 from outcore.program.script_layout import ScriptLayout, layout_of
 

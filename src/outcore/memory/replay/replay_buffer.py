@@ -24,7 +24,7 @@ from outcore.memory.encode.codecs import Encoded, NonZeros, PoolWindow, encode
 from outcore.memory.offload.backends import Backend, OffloadedBuffer
 from outcore.memory.offload.encoded_offload import EncodedBuffer
 from outcore.memory.replay.replay_recompute import BufferRecompute
-from outcore.policies import Keep, Offload, Policy, Recompute
+from outcore.program.policies import Keep, Offload, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.replay.replay_forward import ReplayPass

@@ -1,6 +1,6 @@
 """One forward under policies: the user's own code runs, and is aligned with the plan as it goes.
 
-Module calls and functions on tensors are seen in order (`outcore.memory.saved_tensors.module_calls`, a
+Module calls and functions on tensors are seen in order (`outcore.graph.record.module_calls`, a
 `TorchFunctionMode`) and looked up in the plan by where they happen (`outcore.memory.saved_tensors.policy_table`). What
 the plan knows gets its policy:
 
@@ -32,13 +32,13 @@ from torch.overrides import TorchFunctionMode
 from outcore.graph.naming import function_name
 from outcore.graph.record.intercept import is_recording, opened
 from outcore.graph.record.keys import hooks_of
+from outcore.graph.record.module_calls import call_module, current_watcher, unwatched, watched
 from outcore.graph.structure import leaves
 from outcore.memory.chunked_loss.lazy_rows import lazily
 from outcore.memory.encode.bitmask_relu import rectified_by_bits
 from outcore.memory.encode.byte_index_pool import pooled_by_bytes
 from outcore.memory.encode.pool_positions import PoolWindow, window_of_call
 from outcore.memory.offload.backends import Backend
-from outcore.memory.saved_tensors.module_calls import call_module, current_watcher, unwatched, watched
 from outcore.memory.saved_tensors.policy_table import CallPlan, ModulePlans, PolicyTable
 from outcore.memory.saved_tensors.recompute import record
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS

@@ -29,7 +29,7 @@ from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.ops.encoding import LOSSY, held_bytes
 from outcore.planner.memory.plan import MemoryPlan
-from outcore.policies import KEEP, OFFLOAD, Policies, Policy
+from outcore.program.policies import KEEP, OFFLOAD, Policies, Policy
 
 __all__ = ["Deviation", "LossyEffect", "effect_on_gradients", "gradient_effect", "lossy_buffers"]
 

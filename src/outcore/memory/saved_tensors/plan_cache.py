@@ -26,7 +26,7 @@ from outcore.cost.costs import Costs
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
-from outcore.policies import Policies, Policy, parse_policies, policies_to_json
+from outcore.program.policies import Policies, Policy, parse_policies, policies_to_json
 
 __all__ = ["known_least", "known_overhead", "known_policy", "remember_least", "remember_overhead", "remember_plan"]
 

@@ -28,7 +28,7 @@ from outcore.planner.memory.chunked_region import find_region
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy
-from outcore.policies import Policy
+from outcore.program.policies import Policy
 
 __all__ = ["CallProposal", "propose"]
 

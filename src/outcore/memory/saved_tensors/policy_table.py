@@ -25,7 +25,7 @@ from outcore.graph.structure import leaves
 from outcore.memory.replay.compile_policies import room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
 from outcore.planner.memory.chunked_region import ChunkedRegion
-from outcore.policies import KEEP, Keep, Policy, Recompute
+from outcore.program.policies import KEEP, Keep, Policy, Recompute
 from outcore.program.script import Script
 from outcore.program.script_layout import ScriptLayout, layout_of
 

@@ -23,7 +23,7 @@ from outcore.memory.offload.backends import Backend
 from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, as_it_lay, graph_is_kept, over
 from outcore.memory.saved_tensors.recompute import RecordedCall, version_of
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
-from outcore.policies import KEEP, Keep, Policy, Recompute
+from outcore.program.policies import KEEP, Keep, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.encode.codecs import PoolWindow

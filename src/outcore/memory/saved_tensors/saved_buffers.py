@@ -28,7 +28,7 @@ from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
 from outcore.memory.saved_tensors.saved_buffer import SavedBuffer
 from outcore.ops.recomputable import need
-from outcore.policies import KEEP, Recompute
+from outcore.program.policies import KEEP, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader

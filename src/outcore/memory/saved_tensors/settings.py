@@ -13,7 +13,7 @@ from outcore.planner.memory.buckets import OffloadableParams
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
-from outcore.policies import Policy
+from outcore.program.policies import Policy
 
 __all__ = ["PlannedCall", "Settings"]
 

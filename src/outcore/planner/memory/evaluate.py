@@ -35,7 +35,18 @@ from outcore.graph import Graph
 from outcore.ops.encoding import codec_for, held_bytes
 from outcore.ops.registry import spatial_dims
 from outcore.planner.memory.copy_schedule import CopySchedule, OffloadTarget, schedule_transfers
-from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
+from outcore.program.policies import (
+    KEEP,
+    OFFLOAD,
+    OFFLOAD_EARLY,
+    RECOMPUTE,
+    Encode,
+    Keep,
+    Offload,
+    Policies,
+    Policy,
+    Recompute,
+)
 
 __all__ = ["StepModel", "StepUnderPolicies"]
 

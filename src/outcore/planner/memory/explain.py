@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outcore.machine.units import format_bytes, format_time
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import Recompute, kind_of_policy
+from outcore.program.policies import Recompute, kind_of_policy
 
 if TYPE_CHECKING:
     from outcore.planner.memory.plan import MemoryPlan

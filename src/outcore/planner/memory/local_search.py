@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outcore.policies import KEEP, Keep, Policy, Recompute
+from outcore.program.policies import KEEP, Keep, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.planner.memory.evaluate import StepUnderPolicies

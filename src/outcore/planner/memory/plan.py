@@ -20,7 +20,6 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
 from outcore.ops.encoding import LOSSY
-from outcore.plan_document import Exactness, Plan, PredictedStep
 from outcore.planner.memory.buckets import OffloadableParams
 from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.planner.memory.copy_schedule import OffloadTarget
@@ -31,10 +30,11 @@ from outcore.planner.memory.script import emit, link_of, one_stage, stage_of
 from outcore.planner.memory.search import Assignment, fit
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.planner.memory.state_savings import StateSavings
-from outcore.policies import Policies, Policy, parse_policies, policies_to_json
 from outcore.program import Program, Timeline, simulate
+from outcore.program.plan.document import Exactness, Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages
+from outcore.program.policies import Policies, Policy, parse_policies, policies_to_json
 from outcore.program.script import Script
-from outcore.stage_names import name_stages
 
 __all__ = ["MemoryPlan", "plan_memory"]
 

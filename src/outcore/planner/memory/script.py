@@ -24,9 +24,9 @@ from outcore.errors import PlanError
 from outcore.planner.memory.applicable import check_policies
 from outcore.planner.memory.copy_schedule import BufferCopies, OffloadTarget
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
-from outcore.policies import Encode, Keep, Policies, Policy, Recompute
 from outcore.program import Backward, Forward, Instruction, Links, OptimizerStep, Program, Stage, Stages
 from outcore.program import script as actions
+from outcore.program.policies import Encode, Keep, Policies, Policy, Recompute
 from outcore.program.script import Action, Script
 
 __all__ = ["emit", "link_of", "one_stage", "stage_of"]

@@ -28,7 +28,7 @@ import numpy as np
 from outcore.cost.buffers import Buffer
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
-from outcore.policies import KEEP, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
+from outcore.program.policies import KEEP, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
 
 __all__ = ["Assignment", "PolicySearch", "fit", "smallest"]
 

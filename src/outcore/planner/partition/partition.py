@@ -27,8 +27,8 @@ from outcore.planner.partition.units import Granularity, Unit, Units, find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
+from outcore.program.plan.stage_names import name_stages, place_calls
 from outcore.program.stages import Stages
-from outcore.stage_names import name_stages, place_calls
 
 __all__ = ["Balance", "Partition", "split", "split_by_hand"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from outcore.graph import Graph
 from outcore.ops import find
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 
 __all__ = ["batch_norms", "batch_size", "images_seen", "norms_see"]
 

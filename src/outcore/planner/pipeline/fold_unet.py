@@ -21,7 +21,6 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.partition.partition import Partition, split_by_hand
 from outcore.planner.partition.units import find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
@@ -29,6 +28,7 @@ from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline, Schedule
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
+from outcore.program.plan.document import Plan, PredictedStep
 
 __all__ = ["Fold", "plan_vertically", "split_vertically"]
 

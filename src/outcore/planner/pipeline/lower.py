@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.partition.partition import split_by_hand
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.planner.pipeline.stage_policies import StagePlanner
 from outcore.program import Links, Program, Stages, Timeline, check, compile_program, simulate
+from outcore.program.plan.document import Plan, PredictedStep
 from outcore.program.written_order import program_in_order
 
 __all__ = ["lower", "predict_timeline", "predicted_by"]

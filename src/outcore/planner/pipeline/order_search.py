@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.machine.link import Link
-from outcore.plan_document import PredictedStep
 from outcore.planner.pipeline.candidates import Candidate
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program import Links, Stages, simulate
+from outcore.program.plan.document import PredictedStep
 from outcore.program.synthesis.synthesis import synthesised_orders
 from outcore.program.written_order import program_in_order, write_order
 

@@ -27,7 +27,6 @@ from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.link import Link
 from outcore.machine.units import parse_budget
-from outcore.plan_document import BatchNorm, Plan
 from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.plan import plan_memory
 from outcore.planner.partition.strategies import Balance
@@ -37,6 +36,7 @@ from outcore.planner.pipeline.lower import predict_timeline, predicted_by
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program import Links
+from outcore.program.plan.document import BatchNorm, Plan
 
 __all__ = ["batch_for", "links_of", "plain_peak_bytes", "plan", "weights_on"]
 

@@ -29,7 +29,6 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
-from outcore.plan_document import BatchNorm, Plan, PredictedStep
 from outcore.planner.partition.strategies import Balance, cut_pieces
 from outcore.planner.partition.units import Granularity, find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
@@ -41,9 +40,10 @@ from outcore.planner.pipeline.rough_cut import RoughCut
 from outcore.planner.pipeline.schedule_model import RankLink, Schedule
 from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.planner.pipeline.stage_policies import StagePlanner, described
-from outcore.policies import parse_policies, policies_to_json
+from outcore.program.plan.document import BatchNorm, Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages
+from outcore.program.policies import parse_policies, policies_to_json
 from outcore.program.stages import Stages
-from outcore.stage_names import name_stages
 
 __all__ = ["PlanSearch", "SimulatedCandidate", "plan"]
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from math import ceil
 
 from outcore.machine.link import Link
-from outcore.plan_document import PredictedStep
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
+from outcore.program.plan.document import PredictedStep
 
 __all__ = ["SCHEDULE_NAMES", "simulate_candidate"]
 

@@ -26,7 +26,7 @@ from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import fit
 from outcore.planner.pipeline.schedule_model import Pipeline
-from outcore.policies import Policies, Policy, Recompute, parse_policies
+from outcore.program.policies import Policies, Policy, Recompute, parse_policies
 from outcore.program.stages import Stage, Stages
 
 __all__ = ["StagePlanner", "described", "rebased"]

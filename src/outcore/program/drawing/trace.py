@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import ListOf, MapOf, Record
 from outcore.errors import ProgramError
 from outcore.program.simulator.memory_curve import PARTS, RankMemory
 from outcore.program.timeline import STREAMS, Event, Timeline
-from outcore.schema import ListOf, MapOf, Record
 
 __all__ = ["load_trace", "save_trace", "trace"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.schema import ListOf, Number, Whole
-from outcore.typed_schema import Row
+from outcore.documents.schema import ListOf, Number, Whole
+from outcore.documents.typed_schema import Row
 
 __all__ = ["PARTS", "MemoryLedger", "RankMemory"]
 

@@ -13,7 +13,7 @@ from outcore.cost.costs import Costs
 from outcore.figure import bytes_unit, rectangle, text, time_unit
 from outcore.graph.graph import Graph
 from outcore.graph.parts import ancestors
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 
 __all__ = ["Shading", "memory_by_block", "mixed", "moved_by_block", "time_by_block"]
 

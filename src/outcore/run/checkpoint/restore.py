@@ -1,10 +1,10 @@
 """Reading checkpoints: the newest good one, whoever wrote it.
 
 Candidates are tried from the newest on. Their documents are checked first: against their checksums, then against what
-a checkpoint says (`outcore.schema`), and every file they name must lie beside them. The files are then shared out among
-the ranks, each verifies size and checksum of its own, and only if all agree is the candidate used; a torn one, and one
-whose documents cannot be understood, is passed over with a warning. Then each rank reads, tensor by tensor, what its
-stages need.
+a checkpoint says (`outcore.documents.schema`), and every file they name must lie beside them. The files are then
+shared out among the ranks, each verifies size and checksum of its own, and only if all agree is the candidate
+used; a torn one, and one whose documents cannot be understood, is passed over with a warning. Then each rank reads,
+tensor by tensor, what its stages need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from outcore.documents import read_json, read_text
+from outcore.documents.reading import read_json, read_text
+from outcore.documents.schema import Anything, ListOf, MapOf, Maybe, Number, OneOf, Record, Schema, Text, Whole
 from outcore.errors import CheckpointError
 from outcore.run.checkpoint.files import (
     DOCUMENT,
@@ -31,7 +32,6 @@ from outcore.run.checkpoint.files import (
     replaced_ones,
 )
 from outcore.run.ranks.world import World
-from outcore.schema import Anything, ListOf, MapOf, Maybe, Number, OneOf, Record, Schema, Text, Whole
 
 __all__ = ["StoredCheckpoint", "find_checkpoint", "has_checkpoint", "read_weights"]
 

@@ -15,7 +15,7 @@ from torch import nn
 from outcore.errors import EngineError
 from outcore.graph import Graph
 from outcore.job import Job
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.run.checkpoint.restore import find_checkpoint
 from outcore.run.engine.settings import EngineSettings
 from outcore.run.engine.setup import agree, build, example_of, first_graph, materialise, strip

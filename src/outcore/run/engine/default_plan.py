@@ -16,7 +16,7 @@ from outcore.errors import EngineError
 from outcore.graph import capture
 from outcore.job import Job
 from outcore.machine import known
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.run.engine.batch import arguments
 from outcore.run.ranks.world import World
 from outcore.spatial.choose import plan as make_plan

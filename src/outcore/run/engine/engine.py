@@ -28,9 +28,9 @@ from torch import nn
 from outcore.errors import CheckpointError, EngineError
 from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
-from outcore.plan_document import Plan
-from outcore.policies import parse_policies
 from outcore.program import Timeline
+from outcore.program.plan.document import Plan
+from outcore.program.policies import parse_policies
 from outcore.run.checkpoint.engine_state import EngineState
 from outcore.run.checkpoint.signals import STOP, SaveSignals
 from outcore.run.engine import batch as batches

@@ -18,7 +18,7 @@ from outcore.errors import EngineError, OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
 from outcore.job import Job
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
 from outcore.run.ranks.world import World
 

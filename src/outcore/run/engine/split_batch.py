@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from outcore.errors import EngineError
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
 from outcore.run.engine.lazy_inputs import Images, in_memory, stand_ins
 from outcore.run.engine.setup import tensors_of

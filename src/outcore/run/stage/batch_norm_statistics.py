@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import PlanError
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 from outcore.run.stage.recorded_stages import RecordedStages
 from outcore.run.stage.sync_batch_norm import synchronised_norm
 from outcore.run.transport.watched_wait import WatchedWait

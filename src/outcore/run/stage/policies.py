@@ -21,13 +21,14 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph import CapturedModule, Graph
 from outcore.graph.record.recording import Recording, Step, Tape
-from outcore.memory import CompiledRecording, ReplayPass, prepare
 from outcore.memory.offload.backends import Backend, tier_for
+from outcore.memory.replay.compile_policies import CompiledRecording, prepare
+from outcore.memory.replay.replay_forward import ReplayPass
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
 from outcore.planner.pipeline.stage_policies import rebased
-from outcore.policies import Policies, Recompute
+from outcore.program.policies import Policies, Recompute
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
 

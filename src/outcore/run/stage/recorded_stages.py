@@ -25,13 +25,13 @@ from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.recording import Recording
 from outcore.graph.record.versions import RecordingVersions, refuse_volatile
 from outcore.graph.structure import substitute
-from outcore.plan_document import Plan
 from outcore.program import Edge, Stage, Stages, Tie
+from outcore.program.plan.document import Plan
+from outcore.program.plan.stage_names import place_calls
 from outcore.run.engine.batch import arguments, describe, fingerprint
 from outcore.run.stage.random_draws import random_calls
 from outcore.run.stage.stage_module import Part
 from outcore.run.transport.p2p import TensorLayout
-from outcore.stage_names import place_calls
 
 __all__ = ["RecordedStages", "RecordedStagesByShape", "edges_of", "place_like"]
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from outcore.graph import Value
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 from outcore.run.engine.device_clock import Moment
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait
-from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = [
     "AnnouncedRow",

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 from outcore.run.engine.device_clock import Moment
 from outcore.run.transport.p2p import HostRows, IncomingTensor, Moved, OutgoingTensor, SentTensor, TensorLayout
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait
-from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["StagedPointToPoint"]
 

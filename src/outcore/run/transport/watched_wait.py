@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from outcore.memory.offload.worker_threads import WorkerTask
 from outcore.run.ranks.current_work import CurrentWork
-from outcore.worker_threads import WorkerTask
 
 __all__ = ["WatchedWait"]
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from outcore.worker_threads import WorkerTask, WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["read_ahead"]
 

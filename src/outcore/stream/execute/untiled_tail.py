@@ -26,8 +26,8 @@ from outcore.memory.offload.bandwidth import memory_rate
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.script import link_of
-from outcore.policies import parse_policies, policies_to_json
 from outcore.program import Links
+from outcore.program.policies import parse_policies, policies_to_json
 from outcore.program.script import Script
 from outcore.stream.arguments import device_of
 from outcore.stream.plan.prepared import PreparedStream

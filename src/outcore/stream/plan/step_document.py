@@ -15,9 +15,9 @@ from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, PredictedStep
 from outcore.program import Program, Timeline
-from outcore.stage_names import name_stages
+from outcore.program.plan.document import Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages
 from outcore.stream.plan.plan import StreamPlan
 
 __all__ = ["StreamedStep"]

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf, Maybe, Number, Record, Text
 from outcore.errors import TrainError
-from outcore.schema import MapOf, Maybe, Number, Record, Text
 from outcore.train.run_folder.owner import NAME as OWNER
 from outcore.train.settings.config import Config
 

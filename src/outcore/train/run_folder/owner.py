@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import ListOf, Record, Text, Whole
 from outcore.errors import TrainError
-from outcore.schema import ListOf, Record, Text, Whole
 
 __all__ = ["NAME", "owning"]
 

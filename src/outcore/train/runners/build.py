@@ -13,8 +13,8 @@ from outcore.errors import OutcoreError, PlanError, TrainError
 from outcore.job import Job
 from outcore.machine import known
 from outcore.machine.units import parse_budget
-from outcore.plan_document import Plan
 from outcore.planner.pipeline.batch_norm_images import norms_see
+from outcore.program.plan.document import Plan
 from outcore.run.engine.setup import choose_device
 from outcore.run.ranks.world import World, identify
 from outcore.spatial.choose import plan as make_plan

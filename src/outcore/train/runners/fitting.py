@@ -17,9 +17,9 @@ from torch import nn
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
 from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_budget
-from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
-from outcore.policies import kind_of_policy
+from outcore.program.plan.document import Plan
+from outcore.program.policies import kind_of_policy
 from outcore.stream.one_device import OneDeviceStep
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.train.examples.feed import MicroBatch
@@ -179,8 +179,8 @@ def _within(
     plan: MemoryPlan,
 ) -> FittedModel:
     """The model under policies, which are chosen again from what is measured here."""
+    from outcore.one_device.within import within
     from outcore.train.settings.schedules import make_optimizer
-    from outcore.within import within
 
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
@@ -228,7 +228,7 @@ def _share_of_plain(memory: str | None) -> str:
 
 def _released(model: nn.Module) -> nn.Module:
     """The model as the user made it."""
-    from outcore.within import release
+    from outcore.one_device.within import release
 
     inner: nn.Module = getattr(model, "model", model) if type(model).__name__ == "Streamed" else model
     return release(inner)

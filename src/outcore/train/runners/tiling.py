@@ -27,7 +27,7 @@ from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine import known
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, PredictedStep
+from outcore.program.plan.document import Plan, PredictedStep
 from outcore.stream import stream
 from outcore.stream.execute.tile_dedup import colour
 from outcore.stream.one_device import OneDeviceStep, fit_one_device

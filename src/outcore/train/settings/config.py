@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import yaml
 
-from outcore.documents import read_yaml
+from outcore.documents.reading import read_yaml
+from outcore.documents.schema import Anything, MapOf, check
 from outcore.errors import ConfigError, suggest
-from outcore.schema import Anything, MapOf, check
 from outcore.train.metrics import METRICS
 from outcore.train.settings.dataclasses import copied, flatten, make, override, plain
 

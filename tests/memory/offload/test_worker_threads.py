@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from outcore.worker_threads import WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerThreads
 
 
 def test_calls_are_made_in_order_and_tell_what_they_found() -> None:
@@ -85,7 +85,7 @@ def test_interrupts_at_any_line_break_nothing() -> None:
 def test_a_process_does_not_wait_for_what_may_never_end() -> None:
     code = """
 import threading
-from outcore.worker_threads import WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerThreads
 never = threading.Lock()
 never.acquire()
 WorkerThreads(1, "waits", finish=False).submit(never.acquire)
@@ -97,7 +97,7 @@ WorkerThreads(1, "waits", finish=False).submit(never.acquire)
 def test_a_process_ends_well_while_something_is_being_copied() -> None:
     code = """
 import torch
-from outcore.worker_threads import WorkerThreads
+from outcore.memory.offload.worker_threads import WorkerThreads
 a, b = torch.zeros(2**18), torch.ones(2**18)
 threads = WorkerThreads(1, "copies")
 for _ in range(3000):

@@ -41,9 +41,9 @@ from outcore.one_device.steps import (
     record,
     stream_tiles,
 )
-from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
+from outcore.program.plan.document import Plan
 
 if TYPE_CHECKING:
     from outcore.compiled.plan import CompiledPlan

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from outcore.documents import read_json, read_yaml
+from outcore.documents.reading import read_json, read_yaml
+from outcore.documents.schema import Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole, check
 from outcore.errors import MachineError, OutcoreError
 from outcore.machine import Machine, parse
-from outcore.schema import Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole, check
 
 SCHEMA = Record(
     {"name": Text(1), "sizes": ListOf(Whole(least=1), 2, 2)},

@@ -10,11 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
+from outcore.documents.schema import (
+    Anything,
+    Either,
+    Flag,
+    ListOf,
+    MapOf,
+    Maybe,
+    Number,
+    OneOf,
+    Record,
+    Text,
+    Whole,
+    check,
+)
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.ops.encoding import CODECS
-from outcore.policies import parse_policy
-from outcore.schema import Anything, Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole, check
+from outcore.program.policies import parse_policy
 
 __all__ = ["MOST", "check_against", "check_policy", "check_spatial", "schema"]
 

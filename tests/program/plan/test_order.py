@@ -8,7 +8,7 @@ import pytest
 
 from outcore import Plan
 from outcore.errors import PlanError
-from outcore.plan_order import check_order, read_row
+from outcore.program.plan.order import check_order, read_row
 
 STAGES = (("a",), ("b",))
 EARLY = ("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2")

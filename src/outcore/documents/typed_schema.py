@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from outcore.schema import Flag, ListOf, MapOf, Maybe, Number, OneOf, Problem, Record, Schema, Text, Whole
+from outcore.documents.schema import Flag, ListOf, MapOf, Maybe, Number, OneOf, Problem, Record, Schema, Text, Whole
 
 __all__ = ["Row", "record_of", "schema_of"]
 

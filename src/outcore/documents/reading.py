@@ -2,8 +2,8 @@
 
 A file can hold anything: binary, a list where an object belongs, a word where a number does, a million nested lists. It
 may be a folder, a pipe, or larger than the memory. Code that takes such a document apart by hand answers with a
-KeyError. Here it is read and compared with a schema (`outcore.schema`) once, at the border; a refusal names the file,
-the place inside it, what was found and what was expected.
+KeyError. Here it is read and compared with a schema (`outcore.documents.schema`) once, at the border; a refusal
+names the file, the place inside it, what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from outcore.documents.schema import Schema, check
 from outcore.errors import OutcoreError
-from outcore.schema import Schema, check
 
 __all__ = ["read_json", "read_text", "read_yaml"]
 

@@ -15,7 +15,7 @@ from torch import nn
 import outcore
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan
+from outcore.program.plan.document import Plan
 
 
 class Tied(nn.Module):

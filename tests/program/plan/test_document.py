@@ -10,8 +10,8 @@ from torch import nn
 import outcore
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan, PredictedStep
-from outcore.stage_names import name_stages, place_calls
+from outcore.program.plan.document import Plan, PredictedStep
+from outcore.program.plan.stage_names import name_stages, place_calls
 
 
 class Small(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore import cropped_job
-from outcore.cropped_job import crop_batch, fitting_side
+from outcore.cost import cropped_job
+from outcore.cost.cropped_job import crop_batch, fitting_side
 from outcore.errors import OutcoreError
 from outcore.verification import verify_job
 

@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outcore.documents import read_json
+from outcore.documents.reading import read_json
+from outcore.documents.schema import MapOf, check
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
 from outcore.notebook import html_of
-from outcore.plan_order import check_order
-from outcore.plan_schema import MOST, check_against, check_policy, check_spatial, schema
-from outcore.schema import MapOf, check
-from outcore.stage_names import place_calls
+from outcore.program.plan.order import check_order
+from outcore.program.plan.schema import MOST, check_against, check_policy, check_spatial, schema
+from outcore.program.plan.stage_names import place_calls
 
 __all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "PredictedStep", "Schedule"]
 
