@@ -126,8 +126,9 @@ def measured_again(claim: Claim, folder: Path, seconds: float) -> dict[str, Any]
 
 
 def shown(claim: Claim, figures: dict[str, Any]) -> str:
-    """Figures in short; some may be missing."""
-    return claim.short.format_map(_Missing(figures))
+    """Figures in short, without the parts whose figures are missing."""
+    parts = claim.short.format_map(_Missing(figures)).split("; ")
+    return "; ".join(part for part in parts if "nan" not in part)
 
 
 class _Missing(dict[str, Any]):

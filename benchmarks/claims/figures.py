@@ -108,7 +108,7 @@ def largest(documents: Sequence[Document]) -> Figures:
                 for row in rows_of(documents)
                 if row["limit"] == "11GiB" and row["grows"] == grows and row["how"] == how and "size" in row
             ]
-            found[f"{grows}_{how}"] = max(sizes, default=0)
+            found[f"{grows}_{how}"] = max(sizes, default=math.nan)
     return found
 
 

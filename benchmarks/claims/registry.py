@@ -134,9 +134,9 @@ CLAIMS: tuple[Claim, ...] = (
         "within-largest",
         ("results/*.json",),
         figures.largest,
-        "Largest ResNet-50 step in 11 GiB, TF32, by the engine before: batch {batch_outcore} against plain's "
-        "{batch_plain}, image {image_outcore:,} px against {image_plain:,}",
-        "batch {batch_outcore} against {batch_plain}, image {image_outcore} against {image_plain}",
+        "Largest ResNet-50 step in 11 GiB, TF32: batch {batch_outcore} against plain's {batch_plain}; image "
+        "{image_outcore:,} px (by the engine before) against {image_plain:,}",
+        "batch {batch_outcore:.0f} against {batch_plain:.0f}; image {image_outcore:.0f} against {image_plain:.0f}",
         ("limit", "grows", "how"),
         Rerun(("benchmarks/within-largest/public_call.py", "--out", "{out}", "--seconds", "90"), "largest.json", 110),
     ),
