@@ -5,8 +5,11 @@
 
 Each question is a list of techniques (`outcore.whatif.techniques`). The job is recorded as it is and as each question
 would have it, both are simulated, and the answer is the difference. With `verify` both are also trained for some steps,
-and the recorded step is anchored to the real one first (`outcore.whatif.anchor`), so that what is compared is the
+in turn, and the recorded step is anchored to the real one (`outcore.whatif.anchor`), so that what is compared is the
 prediction of the change.
+
+A gain has an interval like the step, and an interval on both sides of 1 is said to be *no clear change*: where the host
+sets the pace, the same step takes some per cent more or less from one minute to the next.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from outcore.errors import OutcoreError
 from outcore.job import Job
@@ -25,9 +30,15 @@ from outcore.whatif.recorded_step import RecordedStep
 from outcore.whatif.recording import Recording, record_setup
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import Technique, parse_techniques
-from outcore.whatif.trial import Trial, run_setup
+from outcore.whatif.trial import Trial, run_in_turn, run_setup
 
-__all__ = ["Answer", "Answers", "ask"]
+__all__ = ["Answer", "Answers", "Verdict", "ask"]
+
+Verdict = Literal["faster", "slower", "no clear change"]
+_HOST_DOUBT = 0.1
+"""How far the time in which the device waits for the host may be off, as a share of it."""
+_ROOM = 0.8
+"""Share of a GPU's free memory that two trials at once may need."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,19 @@ class Answer:
     """Why it was not measured, where that was asked for."""
 
     @property
+    def gain_interval(self) -> tuple[float, float]:
+        """Between these the gain lies in four cases of five."""
+        if not (self.low_s > 0 and math.isfinite(self.gain)):
+            return (self.gain * self.step_s / self.high_s if self.high_s else self.gain), math.inf
+        return self.gain * self.step_s / self.high_s, self.gain * self.step_s / self.low_s
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the technique helps, where the interval of its gain says so."""
+        low, high = self.gain_interval
+        return "faster" if low > 1 else "slower" if high < 1 else "no clear change"
+
+    @property
     def error(self) -> float | None:
         """Predicted over measured step, less one."""
         return self.step_s / self.trial.step_s - 1 if self.trial is not None else None
@@ -64,6 +88,8 @@ class Answer:
             "interval_s": [self.low_s, self.high_s],
             "samples_per_s": self.batch / self.step_s if self.step_s else None,
             "gain": self.gain,
+            "gain_interval": [limit if math.isfinite(limit) else None for limit in self.gain_interval],
+            "verdict": self.verdict,
             "peak_bytes": self.peak_bytes,
             "reason": self.reason,
             "notes": list(self.notes),
@@ -150,14 +176,13 @@ def ask(
     tell(f"recording {job.name}")
     estimated = record_setup(plain, where)
     base = record_setup(plain, where, measured=True) if measure else estimated
-    anchor, trial = None, None
+    trial = None
     if verify:
         tell("training it as it is")
         trial = run_setup(plain, _kind(where), seconds=seconds)
-        anchor = Anchor.of(base.step, trial.step_s, trial.busy_s, trial.issue_s)
+    anchor = _anchor(base, trial)
     first = _simulated(base.step, anchor)
-    anchored = anchor is not None
-    shown = _answer("as it is", base, first, (), first, anchored=anchored, trial=trial)
+    shown = _answer("as it is", base, first, (), first, anchored=anchor is not None, trial=trial)
     answers = []
     for text, techniques in wanted:
         tell(f"asking for {text}")
@@ -165,12 +190,22 @@ def ask(
         step = variant.step
         for technique in techniques:
             step = technique.tasks(step, variant)
-        after = _simulated(step, anchor)
-        answer = _answer(text, variant, after, techniques, first, anchored=anchored)
+        beside, own, why = trial, None, ""
         if trial is not None:
-            answer = _verified(answer, variant.setup, techniques, where, trial.step_s / plain.batch, seconds, tell)
-        answers.append(answer)
+            tell(f"training it with {text}")
+            beside, own, why = _trained(plain, variant.setup, techniques, trial, seconds)
+        factors = anchor if beside is trial else _anchor(base, beside)
+        before = _simulated(base.step, factors)
+        answer = _answer(text, variant, _simulated(step, factors), techniques, before, anchored=trial is not None)
+        if own is not None and beside is not None:
+            gain = variant.setup.batch / own.step_s * beside.step_s / plain.batch
+            answer = replace(answer, trial=own, measured_gain=gain)
+        answers.append(replace(answer, not_run=why))
     return Answers(job.name, where.name, shown, tuple(answers), anchor)
+
+
+def _anchor(base: Recording, trial: Trial | None) -> Anchor | None:
+    return None if trial is None else Anchor.of(base.step, trial.step_s, trial.busy_s, trial.issue_s)
 
 
 def _variant(
@@ -205,13 +240,15 @@ def _answer(
     per_sample, base_per_sample = found.step_s / batch, before.step_s / before.step.batch
     changed_s = abs(found.step_s - batch * base_per_sample)
     own_s = sum(technique.doubt for technique in techniques) * max(changed_s, 0.2 * found.step_s)
-    low_s = max(0.0, found.step_s - math.hypot(less_s, own_s))
+    waits_s = max(0.0, found.step_s - found.busy_s("device")) if "host" in found.step.resources else 0.0
+    host_s = _HOST_DOUBT * waits_s if techniques else 0.0
+    low_s = max(0.0, found.step_s - math.hypot(less_s, own_s, host_s))
     return Answer(
         question,
         batch,
         found.step_s,
         low_s,
-        found.step_s + math.hypot(more_s, own_s),
+        found.step_s + math.hypot(more_s, own_s, host_s),
         base_per_sample / per_sample if per_sample else math.inf,
         recording.peak_bytes,
         reason_of(before, found, same=not techniques),
@@ -268,24 +305,25 @@ def reason_of(before: SimulatedStep, after: SimulatedStep, *, same: bool = False
     return f"{said}; the {pace} sets the pace"
 
 
-def _verified(
-    answer: Answer,
-    setup: TrainingSetup,
-    techniques: Sequence[Technique],
-    where: Device,
-    plain_s_per_sample: float,
-    seconds: float,
-    tell: Callable[[str], None],
-) -> Answer:
+def _trained(
+    plain: TrainingSetup, setup: TrainingSetup, techniques: Sequence[Technique], before: Trial, seconds: float
+) -> tuple[Trial, Trial | None, str]:
+    """Trials of the job as it is and of a variant, in turn if both fit in memory; or why there is none of the variant.
+
+    On a CPU the clock is the process's own, which others do not lengthen, and a second model might not fit.
+    """
     thought = [str(technique) for technique in techniques if not technique.runs]
     if thought:
-        return replace(answer, not_run=f"{', '.join(thought)} cannot be run")
-    tell(f"training it with {answer.question}")
+        return before, None, f"{', '.join(thought)} cannot be run"
     try:
-        trial = run_setup(setup, _kind(where), seconds=seconds)
+        if before.device == "cuda" and before.peak_bytes is not None:
+            grown = setup.batch / plain.batch
+            if (1 + max(1.0, grown)) * before.peak_bytes < _ROOM * torch.cuda.mem_get_info()[0]:
+                beside, own = run_in_turn((plain, setup), before.device, seconds=seconds)
+                return beside, own, ""
+        return before, run_setup(setup, before.device, seconds=seconds), ""
     except (OutcoreError, RuntimeError) as error:
-        return replace(answer, not_run=str(error).splitlines()[0] if str(error) else type(error).__name__)
-    return replace(answer, trial=trial, measured_gain=setup.batch / trial.step_s * plain_s_per_sample)
+        return before, None, str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _here() -> Device:

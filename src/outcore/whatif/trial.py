@@ -3,6 +3,9 @@
 A step is timed from an idle device to an idle device, as `outcore.cost` predicts it. On a GPU the time in which it
 computes is taken from torch's profiler in two further steps, so that a prediction can be held against both clocks. On a
 CPU with one thread the process's own time is taken, which other programs on the machine do not lengthen.
+
+A host that others use too may be half as fast again a minute later, by more than most techniques gain. So setups that
+are compared are trained in turn, one step of each at a time (`run_in_turn`): what slows one down slows down all.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch.utils._pytree import tree_map
 from outcore.errors import WhatIfError
 from outcore.whatif.setup import TrainingSetup
 
-__all__ = ["Trial", "run_setup"]
+__all__ = ["Trial", "run_in_turn", "run_setup"]
 
 _WARM_UP = 3
 _LEAST, _MOST = 5, 50
@@ -54,40 +57,64 @@ def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> Tri
     Raises:
         WhatIfError: the setup cannot be run here; says why.
     """
+    return run_in_turn((setup,), device, seconds=seconds)[0]
+
+
+def run_in_turn(setups: Sequence[TrainingSetup], device: str, *, seconds: float = 3.0) -> tuple[Trial, ...]:
+    """Train several setups for some steps each, a step of one after a step of the other, and time them.
+
+    All of them are in memory at the same time.
+
+    Args:
+        setups: what is trained, and how.
+        device: "cpu" or "cuda".
+        seconds: how long to repeat steps of each, after the warm-up.
+
+    Raises:
+        WhatIfError: one of them cannot be run here; says why.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise WhatIfError("there is no GPU here to verify on")
-    if setup.cuda_graph and device != "cuda":
+    if any(setup.cuda_graph for setup in setups) and device != "cuda":
         raise WhatIfError("CUDA graphs need a GPU")
     where = torch.device(device)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    ready = [_warm(setup, where, min(0.5, seconds)) for setup in setups]
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in ready]
+    issued: list[list[float]] = [[] for _ in ready]
+    end = time.monotonic() + seconds * len(ready)
+    while len(times[0]) < _LEAST or (time.monotonic() < end and len(times[0]) < _MOST):
+        for number, (step, _) in enumerate(ready):
+            _synchronise(where)
+            start = clock()
+            step()
+            issued[number].append(clock() - start)
+            _synchronise(where)
+            times[number].append(clock() - start)
+    found = []
+    for (step, peak), took, asked in zip(ready, times, issued, strict=True):
+        busy = _busy_s(step) if device == "cuda" else None
+        issue = statistics.median(asked) if device == "cuda" else None
+        found.append(Trial(statistics.median(took), min(took), max(took), len(took), device, issue, busy, peak))
+    del ready, step
+    gc.collect()
+    return tuple(found)
+
+
+def _warm(setup: TrainingSetup, where: torch.device, seconds: float) -> tuple[Callable[[], Any], int | None]:
+    """A step that has been run some times, and the most memory that it held; of a graph, before it was one."""
+    before = torch.cuda.memory_allocated() if where.type == "cuda" else 0
     step = _training_step(setup, where)
-    warm = time.monotonic() + min(0.5, seconds)
+    end = time.monotonic() + seconds
     done = 0
-    while done < _WARM_UP or (time.monotonic() < warm and device == "cpu"):
+    while done < _WARM_UP or (time.monotonic() < end and where.type == "cpu"):
+        if done == _WARM_UP - 1 and where.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         step()
         done += 1
     _synchronise(where)
-    if setup.cuda_graph:
-        step = _graphed(step)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    times: list[float] = []
-    issued: list[float] = []
-    end = time.monotonic() + seconds
-    while len(times) < _LEAST or (time.monotonic() < end and len(times) < _MOST):
-        _synchronise(where)
-        start = clock()
-        step()
-        issued.append(clock() - start)
-        _synchronise(where)
-        times.append(clock() - start)
-    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
-    busy = _busy_s(step) if device == "cuda" else None
-    del step
-    gc.collect()
-    issue = statistics.median(issued) if device == "cuda" else None
-    return Trial(statistics.median(times), min(times), max(times), len(times), device, issue, busy, peak)
+    peak = torch.cuda.max_memory_allocated() - before if where.type == "cuda" else None
+    return (_graphed(step) if setup.cuda_graph else step), peak
 
 
 def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], Any]:
