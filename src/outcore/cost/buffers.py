@@ -140,10 +140,13 @@ class _Survey:
         call = self.graph.calls[cost.call]
         outputs = {self.first(v) for v in call.outputs}
         weights = any(p in self.costs.parameters for p in call.parameters)
+        weights |= any(self.graph.values[v].requires_grad for v in call.inputs[1:])  # computed, as in a parametrization
+        first = self.first(call.inputs[0]) if call.inputs else ""
         for saved in cost.saved:
             if saved.kind == "value":
                 role: Literal["input", "output"] = "output" if saved.of in outputs else "input"
-                self.savers.setdefault(saved.of, {})[i] = need(cost.type, role, weights_trained=weights)
+                known = need(cost.type, role, weights_trained=weights)
+                self.savers.setdefault(saved.of, {})[i] = known if role == "output" or saved.of == first else "full"
 
     def buffers(self) -> dict[str, Buffer]:
         """Put together what was found."""
