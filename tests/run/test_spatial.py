@@ -108,19 +108,28 @@ def test_random_masks_are_those_of_one_rank(ranks: Pool) -> None:
         assert losses == pytest.approx(alone, rel=1e-10)
 
 
-def _train_from_source(spatial: dict[str, Any] | None) -> tuple[list[float], float]:
-    """Losses, and the part of the image that was read at once at most."""
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
-    model, x = net.double(), torch.randn(2, 2, 24, 20, dtype=torch.float64)
-    read: list[int] = []
+def _source(x: torch.Tensor, read: list[int]) -> outcore.stream.FunctionSource:
+    """A tensor as a source, which notes how much is read."""
 
     def crop(region: Any) -> torch.Tensor:
         found = x[tuple(slice(a, b) for a, b in region)].clone()
         read.append(found.numel())
         return found
 
-    image = outcore.stream.FunctionSource(tuple(x.shape), crop, torch.float64)
+    return outcore.stream.FunctionSource(tuple(x.shape), crop, torch.float64)
+
+
+def _small_network() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+    return net.double(), torch.randn(2, 2, 24, 20, dtype=torch.float64)
+
+
+def _train_from_source(spatial: dict[str, Any] | None) -> tuple[list[float], float]:
+    """Losses, and the part of the image that was read at once at most."""
+    model, x = _small_network()
+    read: list[int] = []
+    image = _source(x, read)
     fingerprint = outcore.capture(model, x).fingerprint
     made = outcore.Plan(fingerprint, (("",),), spatial=spatial, exactness="reassociated", batches=1, micro_batches=1)
     with Engine(model, made, loss=F.mse_loss, optimizer=momentum, example=x, seed=5) as engine:
@@ -134,6 +143,52 @@ def test_a_rank_reads_its_part_of_a_source_alone(ranks: Pool) -> None:
     assert all_of_it == 1.0
     for losses, part in ranks.run(_train_from_source, 2, SPLIT["spatial"]):
         assert losses == pytest.approx(alone, rel=1e-10) and part == pytest.approx(11 / 20)
+
+
+def _train_on_pixels(spatial: dict[str, Any] | None, reduction: str, pieces: int) -> tuple[Any, ...]:
+    """Losses, weights, output, and the part of the target that was read of every micro-batch."""
+    model, x = _small_network()
+    read: list[int] = []
+    target = _source(x * 2, read)
+    scale = 1 / x.numel() if reduction == "sum" else 1.0
+    loss = outcore.stream.PixelLoss(lambda a, b: scale * F.mse_loss(a, b, reduction=reduction), reduction)
+    fingerprint = outcore.capture(model, x).fingerprint
+    made = outcore.Plan(fingerprint, (("",),), micro_batches=pieces, spatial=spatial, exactness="reassociated")
+    with Engine(model, made, loss=loss, optimizer=momentum, example=x[: 2 // pieces], reduction=reduction) as engine:
+        losses = [engine.step(x, target) for _ in range(2)]
+        part = sum(read) / x.numel() / 2
+        losses.append(engine.evaluate(x, target))
+        weights = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        return losses, weights, engine.predict(x), part
+
+
+@pytest.mark.parametrize(
+    ("more", "reduction", "pieces"),
+    [({}, "sum", 2), ({"tile": 7}, "mean", 1), pytest.param({"tile": 7}, "sum", 2, marks=pytest.mark.slow)],
+)
+def test_a_loss_over_pixels_is_taken_in_parts(ranks: Pool, more: dict[str, Any], reduction: str, pieces: int) -> None:
+    """Each rank reads its part of the target, and no other."""
+    losses, weights, output, all_of_it = _train_on_pixels(None, reduction, pieces)
+    assert all_of_it == pytest.approx(1.0)
+    spatial = {**SPLIT["spatial"], "loss": "parts", **more}
+    found = ranks.run(_train_on_pixels, 2, spatial, reduction, pieces)
+    assert sum(part for *_, part in found) == pytest.approx(1.0) and max(part for *_, part in found) < 0.75
+    for ours, state, *_ in found:
+        assert ours == pytest.approx(losses, rel=1e-10)
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[0][2], output, rtol=1e-9, atol=1e-9)
+
+
+def test_a_loss_in_parts_needs_a_loss_over_pixels() -> None:
+    model, x = _small_network()
+    plan = outcore.Plan(outcore.capture(model, x).fingerprint, (("",),), spatial={"grid": [1, 1], "tile": 9})
+    with Engine(model, plan, loss=F.mse_loss, optimizer=momentum, example=x) as engine:
+        found = engine.step(x, x * 2)  # one rank, in tiles
+    assert found == pytest.approx(_train_on_pixels(None, "mean", 1)[0][0], rel=1e-10)
+    in_parts = outcore.Plan(plan.graph, (("",),), spatial={"grid": [1, 1], "tile": 9, "loss": "parts"})
+    with pytest.raises(PlanError, match="PixelLoss"):
+        Engine(model, in_parts, loss=F.mse_loss, optimizer=momentum, example=x)
 
 
 def _save_or_go_on(path: str, plan: dict[str, Any], save: bool) -> list[float]:

@@ -36,6 +36,7 @@ from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial.mixed import mixed_plans
 from outcore.spatial.plan import GridChoice, GridSearch
+from outcore.stream.execute.pixel_loss import PixelLoss
 from outcore.stream.job_plan import plan as plan_one_device
 
 __all__ = ["plan"]
@@ -118,7 +119,8 @@ def plan(
         stages = refused
     chosen = stages
     if schedule is None and balance is None and batch_norm != "deferred" and graph.executable is not None:
-        search = _Grids(graph, where, costs, count, limit, batch_norm, shared)
+        over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
+        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels)
         chosen = search.compared(stages)
     if isinstance(chosen, PlanError):
         raise chosen
@@ -149,6 +151,8 @@ class _Grids:
     limit: int
     batch_norm: BatchNorm | None
     shared: bool
+    over_pixels: bool
+    """Whether the loss is a sum over pixels, which each rank takes of its part."""
 
     def compared(self, stages: Plan | PlanError) -> Plan | PlanError:
         """The better of what stages take and what the best grid takes."""
@@ -156,7 +160,7 @@ class _Grids:
         least_s = sum(w.time_s for w in weights.calls.values()) / self.devices
         if isinstance(stages, Plan) and _per_batch_s(stages, self.shared) < least_s:
             return stages  # no grid computes less than its share
-        search = GridSearch(self.graph, weights, links_of(self.where))
+        search = GridSearch(self.graph, weights, links_of(self.where), over_pixels=self.over_pixels)
         within_s = _TIE * _per_batch_s(stages, self.shared) if isinstance(stages, Plan) else float("inf")
         found = self._choices(search)
         best, least = None, 0

@@ -75,7 +75,8 @@ class SplitRun:
         self._at = self.layout.positions
 
     def run(self, inputs: Mapping[str, torch.Tensor | ImageRows]) -> dict[str, torch.Tensor]:
-        """The values of the boundary, whole on the ranks that get them; small ones on every rank."""
+        """The values of the boundary, whole on the ranks that get them, or in parts where the layout gathers nothing;
+        small ones on every rank."""
         if torch.is_grad_enabled():
             self.token = new_token(self.state.device)
         for name, tensor in inputs.items():
@@ -280,11 +281,14 @@ class SplitRun:
     def _gather(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for value in self.layout.extent.boundary:
-            if (exchange := self.layout.gathers.get(value)) is None:
+            if not self.network.is_streamed(value):
                 found[value] = self.values[value]
                 continue
             own = self.grid.own(self.network, value, self.rank)
             made = None if own is None else self._read(value, "", 0, own)
+            if (exchange := self.layout.gathers.get(value)) is None:
+                found |= {} if made is None else {value: made}
+                continue
             dtype = self.network.dtypes[value]
             transfer = Transfer(exchange, self.state.comm, own, dtype, self.state.device)
             token = self.token if self._has_gradient(value) else None
@@ -322,7 +326,7 @@ def _readers(layout: SplitLayout, rank: int) -> tuple[dict[str, list[_Reader]], 
                 if ref.kind == "value" and network.is_streamed(ref.name):
                     fresh = i == 0 and isinstance(node.rule, Convolution | MaxPool)
                     found.setdefault(ref.name, []).append((reader, i, region, fresh))
-    for value in layout.gathers:
+    for value in filter(network.is_streamed, layout.extent.boundary):
         if (own := layout.grid.own(network, value, rank)) is not None:
             found.setdefault(value, []).append(("", 0, own, False))
     ends: dict[str, list[str]] = {}

@@ -13,11 +13,12 @@ import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from outcore.graph.record.recording import Ref
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.rules.pointwise import Dropout
 from outcore.stream.rules.reduce import Largest, Mean, Moments
 
-__all__ = ["SplitExtent", "split_extent"]
+__all__ = ["SplitExtent", "is_one_map", "split_extent"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ def split_extent(network: RegionNetwork, counts: tuple[int, ...], within: Collec
     boundary = tuple(n.output for n in nodes if n.output in leaving)
     stopped = tuple((network.block_of(v), reason) for v, reason in why.items())
     return SplitExtent(tuple(nodes), boundary, calls, stopped)
+
+
+def is_one_map(network: RegionNetwork, extent: SplitExtent) -> bool:
+    """Whether all that the network returns is one map in parts, so that a loss over its pixels can be taken on each."""
+    outputs, result = network.graph.outputs, network.recording.result
+    every = extent.calls >= network.graph.calls.keys() and extent.boundary == tuple(outputs)
+    return every and len(outputs) == 1 and isinstance(result, Ref) and network.is_streamed(outputs[0])
 
 
 def _why_not(network: RegionNetwork, node: RegionNode, counts: tuple[int, ...]) -> str | None:

@@ -125,7 +125,8 @@ def lay_out(
         grid: the ranks.
         twice: values whose halo is computed on both sides, although an exchange would be the rule.
         early: exchanged values whose borders are computed and sent ahead of the rest; None for all of them.
-        whole_on: the ranks that get the values of the boundary whole; the first of them has their gradient.
+        whole_on: the ranks that get the values of the boundary whole; the first of them has their gradient. None, where
+            the boundary stays in parts, each with a gradient of its own.
     """
     count = len(grid)
     ranks = tuple(RankRegions() for _ in range(count))
@@ -165,7 +166,7 @@ def lay_out(
     exchanges = {v: Exchange(v, 4 * at[v], tuple(owners[v]), w, everyone) for v, w in needed.items()}
     gathers = {
         v: Exchange(v, 4 * at[v] + 2, tuple(owners[v]), _whole(network, v, count, whole_on), frozenset({min(whole_on)}))
-        for v in extent.boundary
+        for v in (extent.boundary if whole_on else ())
         if network.is_streamed(v)
     }
     completed = _completions(extent, exchanges, ranks)

@@ -26,12 +26,13 @@ from outcore.program import Links
 from outcore.program.plan.document import Plan, PredictedStep
 from outcore.program.plan.stage_names import name_stages
 from outcore.program.simulator.part_time import PartBytes, PartScript, SplitStageCosts
-from outcore.spatial.extent import split_extent
+from outcore.spatial.extent import SplitExtent, is_one_map, split_extent
 from outcore.spatial.forecast import SplitForecast, bytes_of_ranks, split_forecast
 from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.script import part_scripts, step_s
 from outcore.spatial.timeline import grid_timeline
+from outcore.stream.execute.pixel_loss import PixelLoss
 from outcore.stream.network import RegionNetwork
 
 __all__ = ["GridChoice", "GridSearch", "plan_grid"]
@@ -63,8 +64,8 @@ class GridChoice:
 class GridSearch:
     """Lays out and times grids of one network on one machine."""
 
-    def __init__(self, graph: Graph, weights: CallWeights, links: Links) -> None:
-        self.graph, self.weights, self.links = graph, weights, links
+    def __init__(self, graph: Graph, weights: CallWeights, links: Links, *, over_pixels: bool = False) -> None:
+        self.graph, self.weights, self.links, self.over_pixels = graph, weights, links, over_pixels
         self.network = RegionNetwork(graph)
         self._memory: dict[int, tuple[SplitLayout, tuple[PartBytes, ...]]] = {}
 
@@ -82,7 +83,7 @@ class GridSearch:
         if not extent.calls:
             where, why = next(iter(extent.stopped), ("the model", "no input is an image"))
             raise PlanError(f"nothing of {self.graph.root.type} can be split: {where} comes first, and {why}")
-        whole_on = self._whole_on(extent.calls, len(grid))
+        whole_on = self._whole_on(extent, len(grid))
         return self._timed(lay_out(self.network, extent, grid, whole_on=whole_on), (), (), fraction)
 
     def _timed(
@@ -100,14 +101,21 @@ class GridSearch:
         owned = any(self.graph.calls[c].parameters for c in rest)
         return (split, rest) if owned else (split | rest, frozenset())
 
-    def _whole_on(self, split: frozenset[str], count: int) -> range:
-        """The ranks on which what follows the split part runs: all, where it is in the first stage."""
-        return range(count if self._stages(split)[0] - split else 1)
+    def _in_parts(self, extent: SplitExtent) -> bool:
+        """Whether each rank takes the loss of its part."""
+        return self.over_pixels and is_one_map(self.network, extent)
+
+    def _whole_on(self, extent: SplitExtent, count: int) -> range:
+        """The ranks on which what follows the split part runs: all, where it is in the first stage; none, where the
+        loss is taken in parts."""
+        if self._in_parts(extent):
+            return range(0)
+        return range(count if self._stages(extent.calls)[0] - extent.calls else 1)
 
     def improved(self, best: GridChoice) -> GridChoice:
         """The same grid, with those halos computed twice, or their borders early, that are cheaper so."""
         given = best.layout
-        whole_on = self._whole_on(given.extent.calls, len(given.grid))
+        whole_on = self._whole_on(given.extent, len(given.grid))
         for value in list(given.exchanges)[:_TRIED]:
             for twice, early in (((*best.twice, value), best.early), (best.twice, (*best.early, value))):
                 if value in best.twice:
@@ -140,6 +148,8 @@ class GridSearch:
             spatial["twice"] = list(choice.twice)
         if choice.early:
             spatial["early"] = list(choice.early)
+        if self._in_parts(layout.extent):
+            spatial["loss"] = "parts"
         made = Plan(
             self.graph.fingerprint,
             stages,
@@ -200,7 +210,8 @@ def plan_grid(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     graph = source.capture(batch) if isinstance(source, Job) else source
     limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
-    search = GridSearch(graph, weights_on(where, graph, costs), links_of(where))
+    over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
+    search = GridSearch(graph, weights_on(where, graph, costs), links_of(where), over_pixels=over_pixels)
     count = devices or where.ranks
     grids = [shape_of(tuple(grid), search.network.rank)] if grid is not None else list(search.grids(count))
     found = sorted(map(search.choice, grids), key=lambda c: c.time_s)

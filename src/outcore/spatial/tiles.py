@@ -32,15 +32,17 @@ from outcore.stream.execute.boundary import tracked
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.map_store import cut
+from outcore.stream.execute.pixel_loss import PixelLoss, one_pass
 from outcore.stream.execute.step_context import TileOptions
 from outcore.stream.execute.tile_schedule import GlobalsStep, PassStep, TileSchedule, compile_tiles
 from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.prepared import PreparedStream, StreamMode
 from outcore.stream.plan.script import emit
 from outcore.stream.rules.reduce import Largest, Mean, Moments, wide
-from outcore.stream.source import image_of
+from outcore.stream.source import StreamedImage, image_of
 
-__all__ = ["own_network", "run_tiles"]
+__all__ = ["loss_of_tiles", "own_network", "run_tiles"]
 
 
 def run_tiles(
@@ -63,12 +65,58 @@ def run_tiles(
         token: the beginning of the chain; None without gradients.
         seed: of random layers, the same on every rank.
     """
+    execution = _shared(prepared, StreamMode(token is not None, False, 0), given, device, seed)
+    execution.share(comm, grid)
+    if token is None:
+        return execution.forward(), None
+    inputs, parameters = tracked(execution, given)
+    *made, token = _SharedBoundary.apply(execution, token, *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return dict(zip(prepared.streaming.boundary, made, strict=True)), token
+
+
+def loss_of_tiles(
+    prepared: PreparedStream,
+    grid: PartGrid,
+    comm: Communicator,
+    given: Mapping[str, Any],
+    device: torch.device,
+    token: Token | None,
+    loss: PixelLoss,
+    target: StreamedImage,
+    seed: int = 0,
+) -> tuple[torch.Tensor, Token | None]:
+    """This rank's term of a loss over the pixels of the one map that the network returns, and the end of the chain of
+    messages. No map is put together: a tile is sent back as soon as it is computed.
+
+    Args:
+        prepared: as for `run_tiles`; all of the network is in tiles, which make one map.
+        grid: of the ranks.
+        comm: this rank's end of it.
+        given: the inputs by name; images may be sources.
+        device: of this rank.
+        token: the beginning of the chain; None without gradients.
+        loss: over pixels.
+        target: of the whole image; a rank reads what its tiles need.
+        seed: of random layers, the same on every rank.
+    """
+    execution = _shared(prepared, StreamMode(token is not None, True, 0), given, device, seed)
+    execution.share(comm, grid)
+    execution.at_once = True
+    if token is None:
+        return one_pass(execution, loss, target, gradients=False)[0], None
+    inputs, parameters = tracked(execution, given)
+    term, token = _SharedLoss.apply(execution, loss, target, token, *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return term, token
+
+
+def _shared(
+    prepared: PreparedStream, mode: StreamMode, given: Mapping[str, Any], device: torch.device, seed: int
+) -> _SharedTiles:
     streamed = set(prepared.network.inputs)
-    mode = StreamMode(token is not None, False, 0)
     if mode not in prepared.scripts:
         prepared.scripts[mode] = emit(prepared, mode)
     schedule = compile_tiles(*prepared.scripts[mode], prepared.streaming, tuple(prepared.graph.calls))
-    execution = _SharedTiles(
+    return _SharedTiles(
         prepared.network,
         prepared.streaming,
         prepared.kinds,
@@ -81,12 +129,6 @@ def run_tiles(
         seed,
         TileOptions(duplicates=False),
     )
-    execution.share(comm, grid)
-    if token is None:
-        return execution.forward(), None
-    inputs, parameters = tracked(execution, given)
-    *made, token = _SharedBoundary.apply(execution, token, *inputs, *parameters)  # type: ignore[no-untyped-call]
-    return dict(zip(prepared.streaming.boundary, made, strict=True)), token
 
 
 def own_network(graph: Graph, model: nn.Module, recording: Recording) -> RegionNetwork:
@@ -107,6 +149,8 @@ class _SharedTiles(Execution):
 
     comm: Communicator
     grid: PartGrid
+    at_once = False
+    """Whether tiles of the last pass are sent back as soon as they are computed."""
 
     def share(self, comm: Communicator, grid: PartGrid) -> None:
         """Take this rank's tiles of every pass, and leave the others to the other ranks."""
@@ -277,15 +321,29 @@ class _SharedTiles(Execution):
         """As on one device, on every rank alike; parameters get their gradient on the first."""
         self.globals[step.index].backward(self.store, sums if self.comm.rank == 0 else GradientSums())
 
+    def send_back(self, sums: GradientSums) -> None:
+        """As on one device, after what the last pass has sent back at once is added up over ranks."""
+        if self.at_once:
+            self._add_up(self._wanted(self.streaming.stages[-1]), {})
+        super().send_back(sums)
+
     def backward_pass(self, step: PassStep, sums: GradientSums) -> None:
         """Own tiles; then what they send to maps and statistics is added up over ranks."""
         stage = self.streaming.stages[step.index]
         if not any(t in self.store.gradients for t in stage.targets):
             return
-        inputs = set(self.network.graph.inputs)
-        names = [n for n in dict.fromkeys((*stage.sources, *stage.smalls)) if n not in inputs and self.is_wanted(n)]
+        names = self._wanted(stage)
         before = {n: self.store.gradients.pop(n) for n in names if n in self.store.gradients}
         super().backward_pass(step, sums)
+        self._add_up(names, before)
+
+    def _wanted(self, stage: TilePass) -> list[str]:
+        """What a pass reads and sends gradients to, beside the image."""
+        inputs = set(self.network.graph.inputs)
+        return [n for n in dict.fromkeys((*stage.sources, *stage.smalls)) if n not in inputs and self.is_wanted(n)]
+
+    def _add_up(self, names: list[str], before: Mapping[str, torch.Tensor]) -> None:
+        """Add up gradients over ranks, and to those that were there before."""
         for name in names:
             own = self.store.gradients.pop(name, None)
             total = self._summed(self._blank(name) if own is None else own.to(self.network.dtypes[name]))
@@ -313,6 +371,27 @@ class _SharedBoundary(torch.autograd.Function):
         first = [inputs.get(name) for name in names]
         none = torch.zeros((), device=execution.device)
         return None, none, *first, *(sums.of(t) for t in ctx.tensors[len(first) :])
+
+
+class _SharedLoss(torch.autograd.Function):
+    """A rank's term of a loss over pixels; its gradients, and all messages, are made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, execution: _SharedTiles, loss: PixelLoss, target: StreamedImage, token: Token, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            term, sums, inputs = one_pass(execution, loss, target, gradients=True)
+        names = [name for name in execution.network.graph.inputs if name in execution.wants]
+        ctx.found = [inputs.get(n) for n in names] + [sums.of(t) for t in tensors[len(names) :]]
+        return term, token.view(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        by = gradients[0]
+        assert by is not None
+        none = torch.zeros((), device=by.device)
+        return None, None, None, none, *(None if g is None else g * by.to(g.dtype) for g in ctx.found)
 
 
 def _restricted(step: PassStep, own: set[int]) -> PassStep:

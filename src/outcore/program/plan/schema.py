@@ -61,6 +61,7 @@ _SPATIAL = Record(
         "cuts": ListOf(ListOf(Number(least=0, most=1)), 0, 3),
         "twice": ListOf(Text()),
         "early": ListOf(Text()),
+        "loss": OneOf(("whole", "parts")),
         "tile": Either((_SIDE, ListOf(_SIDE, 1, 3))),
     },
 )

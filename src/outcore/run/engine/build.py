@@ -119,9 +119,11 @@ class EngineParts:
 
     @property
     def grid_rank(self) -> int | None:
-        """This rank's number among those that share an image; None if it is not one of them."""
-        at = self.rank % self.plan.ranks_per_replica
-        return at if at < self.plan.parts and self.plan.parts > 1 else None
+        """This rank's number among those that share an image; None if it is not one of them. One rank is a grid as well
+        where it streams the image in tiles."""
+        at, spatial = self.rank % self.plan.ranks_per_replica, self.plan.spatial
+        shared = self.plan.parts > 1 or (spatial is not None and "tile" in spatial)
+        return at if at < self.plan.parts and shared else None
 
     def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
         """Weights and buffers of one of this rank's stages under the model's own names."""

@@ -15,7 +15,7 @@ import torch
 from outcore.data import Source
 from outcore.stream.source import ImageRows, StreamedImage, image_of
 
-__all__ = ["Images", "in_memory", "stand_ins"]
+__all__ = ["Images", "in_memory", "rows_of_sources", "stand_ins"]
 
 Images = dict[int, StreamedImage]
 """By the id of the tensor that stands for it."""
@@ -38,7 +38,18 @@ def in_memory(inputs: Any) -> Any:
     return _replaced(inputs, lambda image: ImageRows(image, 0, image.shape[0]).to(torch.device("cpu")))
 
 
-def _replaced(inputs: Any, new: Callable[[StreamedImage], torch.Tensor]) -> Any:
+def rows_of_sources(targets: Any, count: int, first: int, size: int) -> Any:
+    """The targets of a micro-batch with some samples of a source in place of every source of a batch of `count`; they
+    are read where the loss is taken."""
+
+    def rows(image: StreamedImage) -> ImageRows:
+        begin, end = (first, first + size) if image.shape[0] == count else (0, image.shape[0])
+        return ImageRows(image, begin, end)
+
+    return _replaced(targets, rows)
+
+
+def _replaced(inputs: Any, new: Callable[[StreamedImage], Any]) -> Any:
     if isinstance(inputs, dict):
         return {name: _replaced(value, new) for name, value in inputs.items()}
     if type(inputs) in (tuple, list):

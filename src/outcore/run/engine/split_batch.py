@@ -16,7 +16,7 @@ from typing import Any, Literal
 from outcore.errors import EngineError
 from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
-from outcore.run.engine.lazy_inputs import Images, in_memory, stand_ins
+from outcore.run.engine.lazy_inputs import Images, in_memory, rows_of_sources, stand_ins
 from outcore.run.engine.setup import tensors_of
 from outcore.run.engine.step_programs import StepPrograms, TaggedProgram
 from outcore.run.engine.worker import ProgramRun, RankMicroBatch
@@ -68,7 +68,10 @@ class BatchSplitter:
         has_data = inputs is not None
         whole = inputs if has_data else batches.meta_batch(description)
         cut_inputs = batches.cut(whole, mine, sizes)
-        cut_targets = batches.cut(targets, mine, sizes)
+        cut_targets = [
+            rows_of_sources(t, mine, sum(sizes[:i]), n)
+            for i, (t, n) in enumerate(zip(batches.cut(targets, mine, sizes), sizes, strict=True))
+        ]
         found: list[RankMicroBatch] = []
         flags, by_size = self.forms.flags(), dict[int, RecordedStages]()
         for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):

@@ -32,8 +32,8 @@ from outcore.run.stage.parameter_owners import SharedParameters
 from outcore.run.stage.policies import StagePolicies
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.recorded_stages import RecordedStages
-from outcore.run.stage.split_stage import SplitStage
-from outcore.run.stage.stage_module import Execute, GradientSlot, Part, Values, arrive
+from outcore.run.stage.split_stage import LOSS_TERM, SplitStage
+from outcore.run.stage.stage_module import Execute, GradientSlot, Values, arrive
 from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout
 from outcore.run.transport.part_messages import PartMessages
 from outcore.stream.source import ImageRows
@@ -125,9 +125,9 @@ class Worker:
         self._going: list[OutgoingTensor] = []
         self._leftovers = made.world.leftovers
         self.messages: PartMessages | None = None
-        if made.plan.spatial is not None and p2p is not None and (at := made.grid_rank) is not None:
+        if made.plan.spatial is not None and (at := made.grid_rank) is not None:
             self.messages = PartMessages(p2p, at, made.plan.parts, made.rank - at, self.place, self.record)
-            self.split = SplitStage(made.plan.spatial, self.messages, made.device)
+            self.split = SplitStage(made.plan.spatial, self.messages, made.device, loss)
 
     def run(
         self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: ProgramRun, *, update: bool
@@ -265,11 +265,15 @@ class Worker:
         with torch.set_grad_enabled(run.training), self.forms.modes():
             if run.training:
                 with self.statistics.collecting(form, of.stage, piece.number, len(run.weights)):
-                    made, token = self._execute(of.stage, part, given, draws)
+                    made, token = self._execute(of.stage, piece, given, draws)
             else:
-                made, token = self._execute(of.stage, part, given, draws)
+                made, token = self._execute(of.stage, piece, given, draws)
             whole = of.stage > 0 or self.split is None or self.split.is_first
-            loss = self._loss(of, piece, made | of_loss) if is_last and whole else None
+            term = made.pop(LOSS_TERM, None)
+            if term is not None:
+                loss = self._noted_loss(of, piece, term)
+            else:
+                loss = self._loss(of, piece, made | of_loss) if is_last and whole else None
         roots: dict[str, GradientEdge | None] = {}
         for edge in outgoing[of.stage] if whole else ():
             tensor = made[edge.value]
@@ -282,11 +286,14 @@ class Worker:
         self._ended("forward", of, began)
 
     def _execute(
-        self, stage: int, part: Part, given: dict[str, Any], draws: RandomDraws
+        self, stage: int, piece: RankMicroBatch, given: dict[str, Any], draws: RandomDraws
     ) -> tuple[Values, torch.Tensor | None]:
-        if self.split is not None and stage == 0:
-            return self.split.run(part, given, draws)
-        return self.execute(part, given, draws), None
+        part = piece.form.parts[stage]
+        if self.split is None or stage > 0:
+            return self.execute(part, given, draws), None
+        if self.split.takes_loss and not self.keep_outputs:
+            return self.split.run_loss(part, given, piece.targets, draws)
+        return self.split.run(part, given, draws)
 
     def _loss(self, of: Forward, piece: RankMicroBatch, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The weighted loss of a micro-batch, from what the model returns."""
@@ -303,7 +310,10 @@ class Worker:
         if self.loss is None or (not self._run.training and piece.targets is None):
             return None
         self.place.call = "loss"
-        loss = self.loss(output, self._here(piece.targets))
+        return self._noted_loss(of, piece, self.loss(output, self._here(piece.targets)))
+
+    def _noted_loss(self, of: Forward, piece: RankMicroBatch, loss: torch.Tensor) -> torch.Tensor | None:
+        """The loss with the weight of its micro-batch; its value, or this rank's term of it, is noted."""
         if self._run.training:
             check_loss(loss, EngineError)
         # A copy: some losses (mse_loss on a CPU) are a number in memory of the size of the output.

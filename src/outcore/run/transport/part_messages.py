@@ -23,7 +23,9 @@ Record = Callable[..., None]
 class PartMessages:
     """This rank's end of the messages of its grid; a `Communicator`."""
 
-    def __init__(self, p2p: PointToPoint, rank: int, size: int, first: int, place: CurrentWork, record: Record) -> None:
+    def __init__(
+        self, p2p: PointToPoint | None, rank: int, size: int, first: int, place: CurrentWork, record: Record
+    ) -> None:
         self.rank, self.size = rank, size
         self._p2p, self._first, self.place, self._record = p2p, first, place, record
         self._going: list[OutgoingTensor] = []
@@ -32,6 +34,7 @@ class PartMessages:
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> None:
         """Send a tensor; it may be changed as soon as this returns."""
+        assert self._p2p is not None, "a rank on its own has nobody to send to"
         dense = tensor.detach().clone(memory_format=torch.contiguous_format)
         layout = _layout(tuple(dense.shape), dense.dtype)
         with self.place.communicating():
@@ -43,6 +46,7 @@ class PartMessages:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, number: int
     ) -> _Incoming:
         """Receive a tensor."""
+        assert self._p2p is not None, "a rank on its own receives nothing"
         layout = _layout(shape, dtype)
         done = self._done(f"halo←{self._first + source}", layout.nbytes)
         with self.place.communicating():

@@ -24,7 +24,7 @@ from outcore.stream.execute.tile_classes import StreamTile
 from outcore.stream.execute.tile_schedule import PassStep
 from outcore.stream.source import StreamedImage
 
-__all__ = ["PixelLoss", "one_pass"]
+__all__ = ["PixelLoss", "one_pass", "target_region"]
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -45,6 +45,21 @@ class PixelLoss:
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise StreamError(f'reduction must be "mean" or "sum", not {self.reduction!r}')
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of a whole output."""
+        return self.function(output, target)
+
+    def term(self, output: torch.Tensor, target: torch.Tensor, share: float) -> torch.Tensor:
+        """What some pixels add to the loss of all.
+
+        Args:
+            output: of these pixels.
+            target: of the same.
+            share: these pixels as a part of all.
+        """
+        loss = self.function(output, target)
+        return loss * share if self.reduction == "mean" else loss
 
 
 @dataclass
@@ -67,7 +82,11 @@ class _Pass:
         (name,) = run.streaming.boundary
         state = run.state_of(stage)
         waiting: dict[Hashable, tuple[StreamTile, PrefetchedPixels, int]] = {}
-        for plan, pixels in run.read(step, run.plans(step), lambda p: self.target.read(self._region(p.targets[name]))):
+
+        def beside(plan: StreamTile) -> torch.Tensor:
+            return self.target.read(target_region(self.target.shape, plan.targets[name]))
+
+        for plan, pixels in run.read(step, run.plans(step), beside):
             key = self._key(index, plan, pixels)
             if key is None:
                 self._tile(index, plan, pixels, state, 1)
@@ -89,7 +108,7 @@ class _Pass:
         run, stage = self.execution, self.execution.streaming.stages[index]
         (name,) = run.streaming.boundary
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
-        region = self._region(plan.targets[name])
+        region = target_region(self.target.shape, plan.targets[name])
         assert pixels.beside is not None
         target = pixels.beside.to(run.device, non_blocking=True)
         with torch.set_grad_enabled(self.gradients):
@@ -97,9 +116,8 @@ class _Pass:
             wanted = {n: c.requires_grad_() for n, c in loaded.items() if self.gradients and run.is_wanted(n)}
             made = run.compute(stage, plan, loaded, state)
             run.counts.forward += 1
-            weight = times * elements(region) / elements(tuple((0, n) for n in self.target.shape))
-            loss = self.loss.function(made[name], self.target.prepare(target))
-            loss = loss * (weight if self.loss.reduction == "mean" else times)
+            share = elements(region) / elements(tuple((0, n) for n in self.target.shape))
+            loss = self.loss.term(made[name], self.target.prepare(target), share) * times
         part = loss.detach().double()
         self.total, self.dtype = part if self.total is None else self.total + part, loss.dtype
         if self.gradients and loss.requires_grad and (wanted or parameters):
@@ -111,13 +129,6 @@ class _Pass:
             self.sums.add(parameters, found[len(wanted) :])
             torch.clear_autocast_cache()
 
-    def _region(self, out: Region) -> Region:
-        """The target's region: batch and pixels of the output; its channels, if it has any."""
-        shape = self.target.shape
-        pixels = len(out) - 2
-        middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
-        return (out[0], *middle, *out[2:])
-
     def _key(self, index: int, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
         run = self.execution
         key = run.duplicate_key(run.streaming.stages[index], plan, pixels)
@@ -127,10 +138,19 @@ class _Pass:
         return (key, float(first)) if bool((pixels.beside == first).all()) else None
 
 
+def target_region(shape: tuple[int, ...], out: Region) -> Region:
+    """The region of a target of some shape for a region of the output: its batch and pixels, and all channels of the
+    target, if it has any."""
+    pixels = len(out) - 2
+    middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
+    return (out[0], *middle, *out[2:])
+
+
 def one_pass(
     execution: Execution, loss: PixelLoss, target: StreamedImage, *, gradients: bool
 ) -> tuple[torch.Tensor, GradientSums, dict[str, torch.Tensor]]:
-    """The loss, the sums of the parameters' gradients and the gradients of the inputs that want one."""
+    """The loss, the sums of the parameters' gradients and the gradients of the inputs that want one; of an execution
+    that has some of the tiles, their terms."""
     (name,) = execution.streaming.boundary
     shape = execution.network.shapes[name]
     if target.shape[0] != shape[0] or tuple(target.shape[-(len(shape) - 2) :]) != shape[2:]:
@@ -139,6 +159,6 @@ def one_pass(
     dense.run(execution.run_before_last())
     if gradients:
         execution.send_back(dense.sums)
-    assert dense.total is not None
+    total = dense.total if dense.total is not None else torch.zeros((), device=execution.device)
     inputs = {n: execution.store.gradients[n] for n in execution.wants if n in execution.store.gradients}
-    return dense.total.to(dense.dtype), dense.sums, inputs
+    return total.to(dense.dtype), dense.sums, inputs
