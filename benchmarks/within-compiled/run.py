@@ -26,6 +26,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -139,7 +140,8 @@ class CompiledTable(Table):
         asked = super().next()
         if asked is None:
             return None
-        settings = Settings(self.given.device, self.given.steps, 4.0, self.given.out, compare=False)
+        plans = Path(tempfile.gettempdir()) / "within-compiled"
+        settings = Settings(self.given.device, self.given.steps, 4.0, plans, compare=False)
         return replace(asked, target=measured, args=(*asked.args[:-1], settings))
 
 

@@ -83,10 +83,12 @@ def _entries(code: CodeType) -> list[Any]:
 
 
 def _partitioner_of(backend: Any) -> object:
-    """The partitioner with which a backend of torch.compile cuts its graphs."""
+    """The partitioner with which a backend of torch.compile cuts its graphs: Inductor's is told by its settings, ours
+    have it as an attribute."""
     settings = getattr(backend, "config", None)
-    found = settings.get("custom_partitioner_fn") if isinstance(settings, dict) else None
-    return found if found is not None else getattr(backend, "partitioner", None)
+    if isinstance(settings, dict) and "custom_partitioner_fn" in settings:
+        return settings["custom_partitioner_fn"]
+    return getattr(getattr(backend, "compiler_fn", backend), "partitioner", None)
 
 
 def _invalidate(entry: Any) -> None:
