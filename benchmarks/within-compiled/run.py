@@ -1,41 +1,73 @@
 """Time and memory of compiled steps: `outcore.within(..., compile=True)` beside torch.compile at its own budgets.
 
-    python benchmarks/within-compiled/run.py --out DIR [--networks resnet50,gpt] [--sizes large,batch]
-        [--precisions bf16,tf32] [--seconds 570] [--limit 150] [--resume FILE ...] [--device cpu]
+    python benchmarks/within-compiled/run.py --out DIR [--networks resnet50,gpt] [--sizes batch,large]
+        [--precisions bf16,tf32] [--seconds 470] [--limit 300] [--processes 14] [--resume FILE ...]
+    python benchmarks/within-compiled/run.py --device cpu --tiny --out DIR
     python benchmarks/within-compiled/run.py --table DIR/rows.jsonl
 
-Networks, peers, processes and turns are those of `benchmarks/frontier`; here only the rows differ. First come plain
-training and torch.compile at activation memory budgets of 1.0, 0.7, 0.5, 0.3 and 0.1 and with CUDA graphs
-(reduce-overhead); then ours, under a hard limit of the allocator, at the very peaks that torch.compile reached, and at
-a half and a third of its smallest. Each row of ours has its predicted time and peak beside the measured ones.
+Networks, peers and processes are those of `benchmarks/frontier`: each row is a process of its own, rows compile side
+by side on the processor, with one cache of kernels for all, and are timed one at a time while all others stand still.
+Here only the rows differ. Ours runs under a hard limit of the allocator, at the very peaks that torch.compile reached,
+and at a half and a third of its smallest; its predicted time and peak are beside the measured ones.
 
-A turn takes `--seconds` and ends; rows that are there are not measured again in the next one. `--table` prints the rows
-of a file: for each peak of torch.compile ours at that peak, and how far predictions were off.
+Rows come in the order of what they tell: for every network of the first size in the first precision torch.compile,
+plain training, torch.compile at its smallest budget, ours at torch.compile's peak, and ours at half of its smallest:
+five rows each; then the same for the other sizes and precisions; then the other budgets. Channels are last wherever
+there are any, and gradients are not compared here (`benchmarks/within-exactness` and the tests do). A turn takes
+`--seconds` and ends; rows that are there are not measured again in the next one. `--table` prints the rows of a file:
+for each peak of torch.compile ours at that peak, and how far predictions were off.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from benchmarks.frontier import row  # noqa: E402
 from benchmarks.frontier.__main__ import ENVIRONMENT, PRELOAD, Table  # noqa: E402
 from benchmarks.frontier.networks import NETWORKS  # noqa: E402
+from benchmarks.frontier.row import Settings  # noqa: E402
 from benchmarks.frontier.training import Case  # noqa: E402
-from benchmarks.frontier.turns import run_all  # noqa: E402
-from benchmarks.frontier.ways import PLAIN, Rows, Way, peak_of  # noqa: E402
+from benchmarks.frontier.turns import Asked, run_all  # noqa: E402
+from benchmarks.frontier.ways import Ready, Rows, Way, peak_of  # noqa: E402
 
 BUDGETS = ("1.0", "0.1", "0.5", "0.7", "0.3")
 SHARES = {"1/2": 1 / 2, "1/3": 1 / 3}
+FIRST = 5
+"""Rows of a case that come before all others."""
+
+
+@dataclass(frozen=True)
+class Row(Way):
+    """A row, with channels last where there are any."""
+
+    def ready(self, rows: Rows, layouts: bool) -> Ready | str | None:
+        """What it begins with; why it cannot; none while others are missing."""
+        if any(name not in rows for name in self.needs):
+            return None
+        try:
+            return Ready(layouts, self.budget(rows))
+        except LookupError as error:
+            return str(error.args[0])
+
+    @property
+    def run(self) -> str:
+        """What runs: budgets are not part of it."""
+        return self.name if not self.name.startswith("ours") else "ours compile"
 
 
 def _at(budget: str) -> Callable[[Rows], int]:
@@ -62,29 +94,55 @@ def _below(share: float) -> Callable[[Rows], int]:
     return peak
 
 
-def ways() -> list[Way]:
+def ways() -> list[Row]:
     """The rows of a case, the most telling first."""
+    least = tuple(f"compile {b}" for b in BUDGETS[:2])
     every = tuple(f"compile {b}" for b in BUDGETS)
+    half, third = SHARES
     return [
-        Way("plain first", "a", ()),
-        Way("plain last", "a", ()),
-        *(Way(f"compile {b}", "a") for b in BUDGETS[:2]),
-        *(Way(f"ours compile at {b}", "a", (*PLAIN, f"compile {b}"), _at(b)) for b in BUDGETS[:2]),
-        Way("compile reduce-overhead", "a"),
-        *(Way(f"compile {b}", "a") for b in BUDGETS[2:]),
-        *(Way(f"ours compile {name} of compile", "a", (*PLAIN, *every), _below(s)) for name, s in SHARES.items()),
-        *(Way(f"ours compile at {b}", "a", (*PLAIN, f"compile {b}"), _at(b)) for b in BUDGETS[2:]),
+        Row("compile 1.0", "a", ()),
+        Row("plain", "a", ()),
+        Row("compile 0.1", "a", ()),
+        Row("ours compile at 1.0", "a", ("compile 1.0",), _at("1.0")),
+        Row(f"ours compile {half} of compile", "a", least, _below(SHARES[half])),
+        Row("ours compile at 0.1", "a", ("compile 0.1",), _at("0.1")),
+        Row("compile reduce-overhead", "a", ()),
+        *(Row(f"compile {b}", "a", ()) for b in BUDGETS[2:]),
+        Row(f"ours compile {third} of compile", "a", every, _below(SHARES[third])),
+        *(Row(f"ours compile at {b}", "a", (f"compile {b}",), _at(b)) for b in BUDGETS[2:]),
     ]
+
+
+def measured(case: Case, way: str, channels_last: bool, budget: int | None, settings: Settings, pipe: Any) -> None:
+    """What a process does: compiled steps are the same from the second on, and need no long warming up."""
+    with contextlib.suppress(ImportError):
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = 1.0
+    patch.object(row, "_STEADY", 3).start()
+    row.measured_in_a_process(case, way, channels_last, budget, settings, pipe)
 
 
 class CompiledTable(Table):
     """The rows of this benchmark."""
 
     def _missing(self) -> Iterator[tuple[Case, Way]]:
-        for case in self.cases:
-            for way in ways():
-                if way.name not in self.rows[case] and (case, way.name) not in self.begun:
-                    yield case, way
+        for first in (True, False):
+            for size, bf16 in dict.fromkeys((case.size, case.bf16) for case in self.cases):
+                for way in ways()[:FIRST] if first else ways()[FIRST:]:
+                    for case in self.cases:
+                        wanted = (case.size, case.bf16) == (size, bf16) and way.name not in self.rows[case]
+                        if wanted and (case, way.name) not in self.begun:
+                            yield case, way
+
+    def next(self) -> Asked | None:
+        """The first row that can begin."""
+        asked = super().next()
+        if asked is None:
+            return None
+        plans = Path(tempfile.gettempdir()) / "within-compiled"
+        settings = Settings(self.given.device, self.given.steps, 4.0, plans, compare=False)
+        return replace(asked, target=measured, args=(*asked.args[:-1], settings))
 
 
 def table(path: Path) -> str:
@@ -103,11 +161,12 @@ def table(path: Path) -> str:
         for name, ours in rows.items():
             if not name.startswith("ours compile"):
                 continue
-            theirs = rows.get(name.removeprefix("ours ").replace("at ", ""), {})
+            below = " of compile" in name
+            theirs = rows.get("compile 0.1" if below else name.removeprefix("ours ").replace("at ", ""), {})
             lines.append(
                 f"| {case} | {name[13:]} | {_cell(theirs)} | {_cell(ours)} | {_ratio(ours, theirs)} | {_ms(ours)} |"
             )
-            if "ms" in ours and "ms" in theirs:
+            if "ms" in ours and "ms" in theirs and not below:
                 ratios.append(ours["ms"] / theirs["ms"])
             if "ms" in ours and ours.get("predicted_s"):
                 errors.append(abs(1e3 * ours["predicted_s"] / ours["ms"] - 1))
@@ -140,14 +199,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--sizes", default="large,batch")
+    parser.add_argument("--sizes", default="batch,large")
     parser.add_argument("--precisions", default="bf16,tf32")
     parser.add_argument("--resume", nargs="*", type=Path, default=[])
-    parser.add_argument("--seconds", type=float, default=570)
-    parser.add_argument("--limit", type=float, default=150, help="seconds of work for a row")
+    parser.add_argument("--seconds", type=float, default=470)
+    parser.add_argument("--limit", type=float, default=300, help="seconds of work for a row")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny networks, on any device: shows that it runs")
     given = parser.parse_args()
     if given.table is not None:
         print(table(given.table))
@@ -157,7 +217,11 @@ def main() -> None:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     until = time.monotonic() + given.seconds
+    if given.tiny:
+        given.sizes = "tiny"
     rows = CompiledTable(given)
+    there = sum(len(found) for found in rows.rows.values())
+    print(f"{there} of {len(ways()) * len(rows.cases)} rows are there", flush=True)
     run_all(rows.next, processes=given.processes, limit_s=given.limit, until=until, preload=PRELOAD)
     print(table(rows.path))
 

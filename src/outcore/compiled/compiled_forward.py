@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.compiled.discard import discard, recorded_functions
+from outcore.compiled.graph_gradients import GraphGradients
 from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
 from outcore.compiled.lifetimes import Way
-from outcore.compiled.measured_peak import measured_peak, step_seconds
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
@@ -36,10 +37,10 @@ from outcore.compiled.torch_partitioner import (
     compiling,
     without_autograd_cache,
 )
-from outcore.compiled.trial_arguments import distinct_bytes, total_of, with_content
+from outcore.compiled.trial_arguments import distinct_bytes, with_content
+from outcore.compiled.trial_step import try_step
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import OutcoreError, PlanError
-from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
@@ -48,9 +49,6 @@ from outcore.memory.saved_tensors.live_forward import is_looked_at
 __all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
 
 _COMPILATIONS = 3
-_STEPS = 2
-_STEPS_OF_GRAPHS = 4
-"""CUDA graphs are recorded in the second step and replayed from the third on."""
 _AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False, "allow_buffer_reuse": False}
 """Inductor's options where values leave the device: copies stay where they were planned to be; values are laid out as
 the traced graph has them, which is how the backward expects them back; and memory is given back between a buffer and
@@ -89,7 +87,10 @@ class _Entry:
 
     run: Callable[..., Any]
     chooser: PieceChooser
+    partitioner: Partitioner
     ready: bool = False
+    recorded: frozenset[Hashable] = frozenset()
+    """Its functions that are CUDA graphs."""
 
 
 class CompiledForward:
@@ -109,6 +110,7 @@ class CompiledForward:
         self.as_graphs = settings.graphs and self.device.type == "cuda"
         self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs
         self.reservation = Reservation(self.device)
+        self.gradients = GraphGradients()
         self.entries: dict[Hashable, _Entry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
@@ -158,16 +160,26 @@ class CompiledForward:
             entry.chooser.ends = False  # this is a step of training
         if entry.ready:
             with without_autograd_cache():
-                return self._owned(entry.run(*args, **kwargs))
+                return self._run(entry, args, kwargs)
+        before = recorded_functions(self.device)
         with compiling():
-            output = self._owned(entry.run(*args, **kwargs))
+            output = self._run(entry, args, kwargs)
+        entry.recorded |= recorded_functions(self.device) - before
         entry.ready = True
         entry.chooser.restart()
         return output
 
-    def _owned(self, output: Any) -> Any:
-        """Results that the loop may keep: those of CUDA graphs are overwritten in the next step."""
-        return substitute(output, torch.Tensor, torch.Tensor.clone) if self.as_graphs else output
+    def _run(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
+        """A forward. What the loop may keep of CUDA graphs, which the next step overwrites, gets its own memory."""
+        if not self.as_graphs:
+            return entry.run(*args, **kwargs)
+        self.gradients.keep()
+        output = substitute(entry.run(*args, **kwargs), torch.Tensor, torch.Tensor.clone)
+        if torch.is_grad_enabled():
+            inputs = [t for _, t in leaves((args, kwargs), torch.Tensor) if t.requires_grad and t.is_leaf]
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.gradients.watch([t for _, t in leaves(output, torch.Tensor)], [*trained, *inputs])
+        return output
 
     def _refuse_sharded_blocks(self) -> None:
         """The backward of one compiled graph needs all parameters at once; blocks that are sharded have theirs in turn,
@@ -203,8 +215,16 @@ class CompiledForward:
         chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation, copies)
         options = dict(self.settings.options) | ({"triton.cudagraphs": True} if self.as_graphs else {})
         options |= _AS_PLANNED if copies else {}
-        run = compile_planned(self.inner, Partitioner(chooser), kernels=self.settings.kernels, head=head, **options)
-        return _Entry(run, chooser)
+        partitioner = Partitioner(chooser)
+        run = compile_planned(self.inner, partitioner, kernels=self.settings.kernels, head=head, **options)
+        return _Entry(run, chooser, partitioner)
+
+    def discard(self, entry: _Entry | None = None) -> None:
+        """Give back what was compiled for one way of calling the model, or for all."""
+        for each in list(self.entries.values()) if entry is None else [entry]:
+            discard(each.partitioner, self.device, each.recorded)
+        if entry is None:
+            self.entries.clear()
 
     def own_bytes(self, args: Any, kwargs: Any) -> tuple[int, int]:
         """What is there throughout a step: weights, the arguments, optimizer state; and the most that the optimizer's
@@ -266,6 +286,7 @@ class CompiledForward:
             pieces = entry.chooser.pieces
             entry.chooser.restart()
             if not pieces:
+                self.discard(entry)
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
             asked, known = [_kept(p) for p in known], pieces
             self.measured_bytes = None if taken is None else own + taken
@@ -274,8 +295,13 @@ class CompiledForward:
             if budget is None:
                 best = step_s, entry, plan
                 break
+            worse: _Entry | None = entry
             if taken is not None and own + taken <= budget and (best is None or step_s < best[0]):
-                best = step_s, entry, plan
+                worse, best = best[1] if best is not None else None, (step_s, entry, plan)
+            if worse is not None:
+                self.discard(worse)
+            if best is not None and self.as_graphs:
+                break  # what is recorded later in the same memory would make it larger for good
             missed = (taken - peak_of([p.chosen for p in known])) if taken is not None else int(0.1 * budget)
             if best is None:
                 self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
@@ -325,46 +351,21 @@ class CompiledForward:
 
     def _try(self, entry: _Entry, args: Any, kwargs: Any) -> int | None:
         """What a step takes beside what is there throughout; none if it does not fit on the device at all."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        gradients = [(p, p.grad) for p in parameters]
-        for p in parameters:
-            p.grad = None
-        before = ModelState(self.model, state_tensors(self.model))
 
-        def step() -> None:
-            output = self._owned(entry.run(*args, **kwargs))
-            loss = self.settings.loss
-            value = loss(output) if loss is not None else total_of(output)
-            with torch.autocast(self.device.type, enabled=False):
-                value.backward()
-            del output, value
-            for p in parameters:
-                p.grad = None
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._run(entry, args, kwargs)
 
-        self.measured_s = None
-        counted = torch._dynamo.utils.counters["inductor"]
-        skipped = counted["cudagraph_skips"]
+        before = recorded_functions(self.device)
         try:
-            with compiling():
-                step()
-            entry.ready = True
-            more = _STEPS_OF_GRAPHS if self.as_graphs else _STEPS
-            taken = max(measured_peak(step, self.device) for _ in range(more - 1))
-            self.measured_s = step_seconds(step, self.device) if self.device.type == "cuda" else None
-            return taken
-        except torch.OutOfMemoryError:
-            return None
-        except PlanError:
+            tried = try_step(self.model, run, args, kwargs, self.settings.loss, self.device, graphs=self.as_graphs)
+            entry.recorded |= recorded_functions(self.device) - before
+        except OutcoreError:
+            entry.recorded |= recorded_functions(self.device) - before
+            self.discard(entry)
             raise
-        except Exception as error:
-            raise CompilationError(
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            ) from error
-        finally:
-            self.skipped = counted["cudagraph_skips"] - skipped
-            before.restore()
-            for p, gradient in gradients:
-                p.grad = gradient
+        entry.ready = True
+        self.measured_s, self.skipped = tried.seconds, tried.skipped
+        return tried.taken_bytes
 
     def _plan(self, pieces: list[Piece], own: int, update: int) -> CompiledPlan:
         chosen, fastest = [p.chosen for p in pieces], [p.fastest for p in pieces]

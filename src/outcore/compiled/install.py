@@ -80,7 +80,9 @@ def compile_within(
             else:
                 if plan.graphs:
                     return plan
-                model.__dict__.update(model.__dict__.pop("forward").before)
+                without = model.__dict__.pop("forward")
+                without.discard()
+                model.__dict__.update(without.before)
                 told = "torch.compile could not record this step as CUDA graphs"
             if not quiet:
                 print(f"outcore: {told}; compiled without", file=sys.stderr)

@@ -14,22 +14,37 @@ import torch
 
 from outcore.memory.cuda_graphs.pool import give_back
 
-__all__ = ["measured_peak", "step_seconds"]
+__all__ = ["measured_peak", "standing_bytes", "step_seconds"]
 
 
-def measured_peak(run: Callable[[], object], device: torch.device) -> int:
-    """The bytes that `run` takes at its peak beyond what is there when it begins."""
-    return _on_cuda(run, device) if device.type == "cuda" else _on_cpu(run)
-
-
-def _on_cuda(run: Callable[[], object], device: torch.device) -> int:
+def standing_bytes(device: torch.device) -> int:
+    """What is in use on a GPU now."""
+    if device.type != "cuda":
+        return 0
     torch.cuda.synchronize(device)
     give_back()
-    before = torch.cuda.memory_allocated(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def measured_peak(run: Callable[[], object], device: torch.device, standing: int = 0) -> int:
+    """The bytes that `run` takes at its peak.
+
+    Args:
+        run: the work.
+        device: where it runs.
+        standing: on a GPU, what was there before anything of this work was; on a CPU what is there when it begins does
+            not count.
+    """
+    return _on_cuda(run, device, standing) if device.type == "cuda" else _on_cpu(run)
+
+
+def _on_cuda(run: Callable[[], object], device: torch.device, standing: int) -> int:
+    torch.cuda.synchronize(device)
+    give_back()
     torch.cuda.reset_peak_memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    return max(0, torch.cuda.max_memory_reserved(device) - before)
+    return max(0, torch.cuda.max_memory_reserved(device) - standing)
 
 
 def _on_cpu(run: Callable[[], object]) -> int:

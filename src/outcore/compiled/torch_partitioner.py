@@ -293,9 +293,10 @@ def compile_planned(
     if kernels and head is None:
         compiled = torch.compile(function, dynamic=False, options=settings)
         return compiled
-    backend = _inductor(settings) if kernels else _graphs_as_they_are(partitioner)
+    backend: Any = _inductor(settings) if kernels else _graphs_as_they_are(partitioner)
     if head is not None:
         backend = with_head_apart(backend, head)
+    backend.partitioner = partitioner
     compiled = torch.compile(function, dynamic=False, backend=backend)
     return compiled
 

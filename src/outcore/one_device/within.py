@@ -205,6 +205,7 @@ def release(model: nn.Module) -> nn.Module:
         managed_forward.close()
     elif is_compiled(managed_forward):
         del model.__dict__["forward"]
+        managed_forward.discard()
         model.__dict__.update(managed_forward.before)
     return model
 

@@ -1,0 +1,102 @@
+"""Steps that are tried before training, with the user's own batch; the model is as it was afterwards.
+
+The first one compiles. Those after it are measured: one of kernels, three where the step is recorded as CUDA graphs,
+since these are recorded in the second step and replayed from the third on. In the last of those the gradients of the
+one before are still there, as in loops that add up gradients of several batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.compiled.discard import unused_in_pools
+from outcore.compiled.measured_peak import measured_peak, standing_bytes, step_seconds
+from outcore.compiled.torch_partitioner import CompilationError, compiling
+from outcore.compiled.trial_arguments import total_of
+from outcore.errors import PlanError
+from outcore.graph.record.preserve import ModelState, state_tensors
+
+__all__ = ["Tried", "try_step"]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was seen."""
+
+    taken_bytes: int | None
+    """The peak beside what is there throughout; none if it does not fit on the device at all."""
+    seconds: float | None = None
+    """On a GPU."""
+    skipped: int = 0
+    """Graphs that torch.compile could not record."""
+
+
+def try_step(
+    model: nn.Module,
+    run: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    loss: Callable[[Any], torch.Tensor] | None,
+    device: torch.device,
+    *,
+    graphs: bool,
+) -> Tried:
+    """Compile a model's forward, and measure steps of it.
+
+    Args:
+        model: the user's.
+        run: its forward, to be compiled.
+        args: of a call.
+        kwargs: of a call.
+        loss: of the output; its sum, if there is none.
+        device: where the model is.
+        graphs: whether the steps are recorded as CUDA graphs.
+
+    Raises:
+        CompilationError: torch.compile cannot do it.
+        PlanError: nothing is within the budget.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [(p, p.grad) for p in parameters]
+    before = ModelState(model, state_tensors(model))
+
+    def forget() -> None:
+        for p in parameters:
+            p.grad = None
+
+    def step() -> None:
+        output = run(*args, **kwargs)
+        value = loss(output) if loss is not None else total_of(output)
+        with torch.autocast(device.type, enabled=False):
+            value.backward()
+
+    def whole_step() -> None:
+        step()
+        forget()
+
+    forget()
+    counted = torch._dynamo.utils.counters["inductor"]
+    skipped = counted["cudagraph_skips"]
+    standing = standing_bytes(device) + (0 if graphs else unused_in_pools(device))
+    try:
+        with compiling():
+            whole_step()
+        steps = [whole_step, whole_step, step, whole_step] if graphs else [whole_step]
+        taken = max(measured_peak(one, device, standing) for one in steps)
+        seconds = step_seconds(whole_step, device) if device.type == "cuda" else None
+        return Tried(taken, seconds, counted["cudagraph_skips"] - skipped)
+    except torch.OutOfMemoryError:
+        return Tried(None)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise CompilationError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    finally:
+        before.restore()
+        for p, gradient in gradients:
+            p.grad = gradient
