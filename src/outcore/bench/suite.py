@@ -102,6 +102,7 @@ def run_suite(
     seconds: float = 3.0,
     device: Device | None = None,
     progress: Callable[[str], None] | None = None,
+    each: Callable[[BenchResult], None] | None = None,
 ) -> BenchResult:
     """Train steps of every family and measure them; one that fails is reported and the others go on.
 
@@ -111,10 +112,16 @@ def run_suite(
         seconds: how long steps of each are repeated.
         device: where; this machine's first if not given.
         progress: told which family is next.
+        each: given what is known after each family, so that a run that is cut off leaves something.
     """
     where = device if device is not None else known().devices[0]
     jobs = [family(name, reduced=reduced) for name in names]
-    found = []
+    name = where.name if where.kind == "cuda" else f"{where.name} ({platform.machine()})"
+    found: list[FamilyResult] = []
+
+    def so_far() -> BenchResult:
+        return BenchResult(name, torch.__version__, str(datetime.date.today()), reduced, tuple(found))
+
     for job in jobs:
         if progress is not None:
             progress(job.name)
@@ -123,8 +130,9 @@ def run_suite(
         except (OutcoreError, RuntimeError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             found.append(FamilyResult(job.name, job.size, error=said))
-    name = where.name if where.kind == "cuda" else f"{where.name} ({platform.machine()})"
-    return BenchResult(name, torch.__version__, str(datetime.date.today()), reduced, tuple(found))
+        if each is not None:
+            each(so_far())
+    return so_far()
 
 
 def _run(setup: TrainingSetup, device: Device, seconds: float) -> FamilyResult:

@@ -50,12 +50,15 @@ def bench(
     other = _other(against) if against is not None else {}
     device = known().devices[0]
     small = device.kind == "cpu" if reduced is None else reduced
+
+    def save(found: BenchResult) -> None:
+        if output is not None:
+            output.write_text(json_module.dumps(found.to_json(), indent=1) + "\n")
+        if page is not None:
+            page.write_text(found.page())
+
     with working("training", quiet=json):
-        found = run_suite(names, reduced=small, seconds=seconds, device=device)
-    if output is not None:
-        output.write_text(json_module.dumps(found.to_json(), indent=1) + "\n")
-    if page is not None:
-        page.write_text(found.page())
+        found = run_suite(names, reduced=small, seconds=seconds, device=device, each=save)
     if json:
         typer.echo(json_module.dumps(found.to_json()))
     else:

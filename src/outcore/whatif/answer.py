@@ -235,26 +235,40 @@ def _answer(
     anchored: bool,
     trial: Trial | None = None,
 ) -> Answer:
-    less_s, more_s = spread_s(found.step, before.step if anchored else None)
     batch = recording.setup.batch
     per_sample, base_per_sample = found.step_s / batch, before.step_s / before.step.batch
-    changed_s = abs(found.step_s - batch * base_per_sample)
-    own_s = sum(technique.doubt for technique in techniques) * max(changed_s, 0.2 * found.step_s)
-    waits_s = max(0.0, found.step_s - found.busy_s("device")) if "host" in found.step.resources else 0.0
-    host_s = _HOST_DOUBT * waits_s if techniques else 0.0
-    low_s = max(0.0, found.step_s - math.hypot(less_s, own_s, host_s))
+    low_s, high_s = interval_s(found, before, techniques, anchored=anchored)
     return Answer(
         question,
         batch,
         found.step_s,
         low_s,
-        found.step_s + math.hypot(more_s, own_s, host_s),
+        high_s,
         base_per_sample / per_sample if per_sample else math.inf,
         recording.peak_bytes,
         reason_of(before, found, same=not techniques),
         found.step.notes + _memory_notes(recording),
         trial,
         1.0 if trial is not None else None,
+    )
+
+
+def interval_s(
+    found: SimulatedStep, before: SimulatedStep, techniques: Sequence[Technique], *, anchored: bool
+) -> tuple[float, float]:
+    """Between which the step with some techniques lies in four cases of five.
+
+    Three things err independently: the times of the tasks, the model of each technique as a share of what it changes,
+    and the host, as a share of the time in which the device waits for it.
+    """
+    less_s, more_s = spread_s(found.step, before.step if anchored else None)
+    changed_s = abs(found.step_s - found.step.batch / before.step.batch * before.step_s)
+    own_s = sum(technique.doubt for technique in techniques) * max(changed_s, 0.2 * found.step_s)
+    waits_s = max(0.0, found.step_s - found.busy_s("device")) if "host" in found.step.resources else 0.0
+    host_s = _HOST_DOUBT * waits_s if techniques else 0.0
+    return (
+        max(0.0, found.step_s - math.hypot(less_s, own_s, host_s)),
+        found.step_s + math.hypot(more_s, own_s, host_s),
     )
 
 

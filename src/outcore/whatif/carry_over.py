@@ -9,8 +9,10 @@ which regress raw time for the rest, err by thousands of per cent on GPUs that t
 What its operations and bytes must take on any GPU is computed for both. Without operations (norms, activations, sums)
 all of it is waiting for memory, and goes by the bandwidth. Of a matrix product the rest (tiles that do not fill the
 device, loads that the kernel waits for) is work of the multiprocessors: it grows with the waves of thread blocks that
-the other GPU needs, and with the time of a cycle. So a convolution that leaves tensor cores waiting is not taken to
-leave plain multipliers waiting, whose rate is a thirtieth. Times of the host stay, as the host does.
+the other GPU needs, and with the time of a cycle. So is the rest of a pooling, whose kernels compare and look for
+indices: the backward of a max pooling takes six times as long as its bytes. So a convolution that leaves tensor cores
+waiting is not taken to leave plain multipliers waiting, whose rate is a thirtieth. Times of the host stay, as the host
+does.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def _call(graph: Graph, name: str, cost: CallCost, origin: Device, target: Devic
             return timing
         before = _least_s(origin, dtype, flops, nbytes)
         after = _least_s(target, dtype, flops, nbytes)
-        if not flops:  # what such a kernel loses, it loses waiting for memory
+        if not flops and not _counts(cost.type):  # what such a kernel loses, it loses waiting for memory
             return timing.scaled(origin.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s)
         rest_s = max(0.0, timing.median_s - before)
         # Faster than its own bytes and operations: it found them in the cache, or has an algorithm of fewer operations.
@@ -71,6 +73,11 @@ def _call(graph: Graph, name: str, cost: CallCost, origin: Device, target: Devic
         backward=carried(cost.backward, cost.flops_backward, backward_bytes),
         time_source="scaled",
     )
+
+
+def _counts(kind: str) -> bool:
+    """Whether a kernel without matrix work is limited by its instructions."""
+    return "pool" in kind.lower()
 
 
 def _least_s(device: Device, dtype: str, flops: int, nbytes: int) -> float:

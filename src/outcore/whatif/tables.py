@@ -20,12 +20,20 @@ def answers_table(found: Answers) -> RenderableType:
     measured = any(row.trial is not None or row.not_run for row in rows)
     table = Table(title=f"{found.job} on {found.device}, batch {found.base.batch}", title_justify="left", box=None)
     table.add_column("if", no_wrap=True)
-    for name in ("step", "interval", "samples/s", "gain", "peak", *(("measured", "gain", "error") if measured else ())):
+    for name in (
+        "step",
+        "interval",
+        "samples/s",
+        "gain",
+        "verdict",
+        "peak",
+        *(("measured", "gain", "error") if measured else ()),
+    ):
         table.add_column(name, justify="right", no_wrap=name != "interval")
     for row in rows:
         low, high = format_time(row.low_s), format_time(row.high_s)
         cells = [row.question, format_time(row.step_s), f"{low} to {high}", f"{row.batch / row.step_s:,.1f}"]
-        cells += [f"{row.gain:.2f}x", format_bytes(row.peak_bytes)]
+        cells += [f"{row.gain:.2f}x", "" if row is found.base else row.verdict, format_bytes(row.peak_bytes)]
         table.add_row(*cells, *(_measured(row) if measured else ()))
     reasons = [Text(f"{row.question}: {row.reason}") for row in rows]
     said = [(row.question, note.removeprefix(f"{row.question}: ")) for row in rows for note in row.notes]
