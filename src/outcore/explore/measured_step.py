@@ -40,6 +40,7 @@ from outcore.explore.parts import ExploreSettings
 from outcore.explore.plan_points import timeline_json
 from outcore.explore.worker import trouble_of
 from outcore.graph.naming import function_name, kind_of
+from outcore.graph.record import intercept
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.machine.units import format_bytes
@@ -54,6 +55,8 @@ __all__ = ["main", "measured_step", "record_step"]
 _TIMED = 3
 """Steps that are timed."""
 _TORCH, _MEMORY = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, outcore.memory))
+_PASSED_ON = (_TORCH, str(intercept.__file__))
+"""Where calls of modules go through."""
 _LONG_S = 20.0
 """After a step of this length no further one is timed."""
 
@@ -168,7 +171,7 @@ class StepWatcher(TorchFunctionMode):
 def _is_managing() -> bool:
     """Whether a function is called by what handles saved tensors, and not by the network."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_ON):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_code.co_filename.startswith(_MEMORY)
 

@@ -21,12 +21,15 @@ from outcore.documents.typed_schema import schema_of
 from outcore.errors import OutcoreError, suggest
 from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
+from outcore.graph.structure import device_of
 from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
 from outcore.notebook import html_of
 from outcore.ops.views import REARRANGING
 
 if TYPE_CHECKING:
+    import torch
+
     from outcore.graph.record.captured_module import CapturedModule
     from outcore.graph.record.recording import Recording
 
@@ -61,6 +64,11 @@ class Graph:
     def module(self) -> CapturedModule:
         """The captured graph as a module that calls the user's own modules."""
         return self._running()[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return device_of(self.module.model)
 
     @property
     def fingerprint(self) -> str:

@@ -7,6 +7,9 @@ by references is a *template*: filling it again gives the arguments or the resul
 
 Containers that PyTorch's pytree knows are taken apart as it says; other objects by their attributes, and only if there
 is something to find inside. Nothing that was passed in is changed.
+
+An image that is read lazily stands in place of a tensor and has its ``shape`` and ``dtype``, and ``read`` for a region
+(`outcore.data.Source`); `replace_lazy_images` puts something else there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["leaves", "substitute"]
+__all__ = ["device_of", "has_lazy_images", "leaves", "replace_lazy_images", "substitute"]
 
 _ATOMS = (
     str,
@@ -60,6 +63,30 @@ def substitute(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], An
     if all(a is b for a, b in zip(parts.values, replaced, strict=True)):
         return tree
     return parts.rebuild(replaced)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model's parameters and buffers are; the CPU for one without any."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def replace_lazy_images(arguments: Any, new: Callable[[Any], Any]) -> Any:
+    """The arguments with what `new` makes of every lazily read image in their tuples, lists and dictionaries."""
+    if not isinstance(arguments, torch.Tensor) and all(hasattr(arguments, a) for a in ("shape", "dtype", "read")):
+        return new(arguments)
+    if isinstance(arguments, (tuple, list)):
+        replaced = [replace_lazy_images(part, new) for part in arguments]
+        return arguments._make(replaced) if hasattr(arguments, "_make") else type(arguments)(replaced)
+    if isinstance(arguments, dict):
+        return {name: replace_lazy_images(part, new) for name, part in arguments.items()}
+    return arguments
+
+
+def has_lazy_images(arguments: Any) -> bool:
+    """Whether one of the arguments is an image that is read lazily."""
+    found: list[Any] = []
+    replace_lazy_images(arguments, found.append)
+    return bool(found)
 
 
 class _Parts:

@@ -18,7 +18,7 @@ from torch import nn
 from outcore.errors import JobError, suggest
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
 from outcore.job import Job
 from outcore.machine.units import counted
 from outcore.train.run_folder.trained import TrainedNetwork
@@ -62,8 +62,7 @@ class InferNetwork:
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        first = next(iter((*self.model.parameters(), *self.model.buffers())), None)
-        return torch.device("cpu") if first is None else first.device
+        return device_of(self.model)
 
     def weights_digest(self) -> str:
         """A hash of all weights."""

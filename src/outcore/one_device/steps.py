@@ -22,13 +22,13 @@ from outcore.compiled.install import compile_within
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.cost.predicted.loss_memory import graph_device, loss_bytes_of
+from outcore.cost.predicted.loss_memory import loss_bytes_of
 from outcore.cost.predicted.rough import without_gaps
 from outcore.errors import OutcoreError, PlanError, VaryingError
 from outcore.graph import Graph, capture
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recorder import planning
-from outcore.graph.structure import leaves
+from outcore.graph.structure import has_lazy_images, leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.chunked_loss.dry_run import loss_by_rows
 from outcore.memory.cuda_graphs.choose import GraphChoice
@@ -113,7 +113,7 @@ class Network:
     graph: Graph
     cost: OptimizerCost
     on_output: Callable[[Any], torch.Tensor] | None
-    """The loss, where it is a function of the whole output."""
+    """The loss; None for one over pixels, which is taken tile by tile."""
     lazy: bool
     """Whether an image is read piece by piece."""
     inner: Any
@@ -130,7 +130,7 @@ class Network:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return graph_device(self.graph)
+        return self.graph.device
 
     @property
     def known_costs(self) -> Costs:
@@ -141,14 +141,16 @@ class Network:
 
 def record(asked: Request) -> Network:
     """The model as a graph."""
-    from outcore.stream.managed_forward import has_lazy, loss_on_output, without_memory
+    from outcore.stream.execute.pixel_loss import PixelLoss
+    from outcore.stream.managed_forward import without_memory
 
     call = (asked.args, asked.kwargs)
-    lazy = has_lazy(call)
+    lazy = has_lazy_images(call)
     with planning():
         graph = capture(asked.model, *without_memory(call)) if lazy else capture(asked.model, *call)
-    cost = OptimizerCost.of(2.0 if asked.optimizer is None else asked.optimizer, graph_device(graph).type)
-    return Network(graph, cost, loss_on_output(asked.loss), lazy, asked.model.__dict__.get("forward"))
+    cost = OptimizerCost.of(2.0 if asked.optimizer is None else asked.optimizer, graph.device.type)
+    on_output = None if isinstance(asked.loss, PixelLoss) else asked.loss
+    return Network(graph, cost, on_output, lazy, asked.model.__dict__.get("forward"))
 
 
 def compile_model(asked: Request, network: Network) -> nn.Module | None:
@@ -161,7 +163,7 @@ def compile_model(asked: Request, network: Network) -> nn.Module | None:
 
 
 def measure_costs(asked: Request, network: Network, costs: Costs | None) -> Network:
-    """The network with its costs, in the memory format that a plan names or in both, and the budget in bytes."""
+    """The network with a cost for every call, in the memory format of the plan or in both; and the budget in bytes."""
     plan, graph = asked.plan, network.graph
     open_ = asked.reassociated and costs is None and not (network.lazy or asked.stream)
     turned, order = _other_order(asked.model, graph, asked.args, asked.kwargs, plan, asked=open_)
@@ -172,6 +174,7 @@ def measure_costs(asked: Request, network: Network, costs: Costs | None) -> Netw
     if costs is None:
         seconds = asked.measure_s if turned is None else asked.measure_s / 2
         costs = measured(graph, time_limit_s=seconds, between=asked.reassociated)
+    costs = without_gaps(costs)
     budget = asked.budget
     if asked.share is not None:
         plain = plan_memory(graph, costs, budget_bytes=None, optimizer=network.cost, loss_bytes=beside, policy={})
@@ -189,7 +192,7 @@ def stream_tiles(asked: Request, network: Network, refused: PlanError | None = N
     beside = network.loss_bytes + bytes_on(network.device, (asked.args, asked.kwargs))
     dense = asked.loss is not network.on_output
     wanted = StreamSettings(network.budget, network.cost, beside, asked.statistics, network.tiles, dense=dense)
-    step = install_streamed_forward(asked.model, network.graph, wanted, without_gaps(network.known_costs), refused)
+    step = install_streamed_forward(asked.model, network.graph, wanted, network.known_costs, refused)
     return _announced(asked, step, network.budget)
 
 
@@ -243,7 +246,7 @@ def manage(asked: Request, network: Network) -> tuple[ManagedForward, FormatTria
     Raises:
         PlanError: nothing meets the budget.
     """
-    way = FormatTrial(network.graph, without_gaps(network.known_costs), _settings(asked, network))
+    way = FormatTrial(network.graph, network.known_costs, _settings(asked, network))
     call = arguments_as_called(asked.model, asked.args, asked.kwargs)
     if network.turned is not None:
         costs = without_gaps(measured(network.turned, time_limit_s=asked.measure_s / 2))
@@ -281,7 +284,7 @@ def _other_order(
     named = isinstance(plan, Plan) and plan.memory_order == CHANNELS_LAST
     if not named and (plan is not None or not asked):
         return None, MemoryFormat()
-    turned, order = other_order(model, graph, args, kwargs, None if named else graph_device(graph))
+    turned, order = other_order(model, graph, args, kwargs, None if named else graph.device)
     if named and turned is None:
         raise PlanError(f"the plan has images with their channels last, but this network stays as it is: {order.why}")
     return turned, order

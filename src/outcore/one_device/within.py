@@ -123,7 +123,7 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
-    if on_tensorflow(model):
+    if _on_tensorflow(model):
         return tensorflow_plan.within_options(dict(locals()))  # type: ignore[no-any-return]
     if compile == "auto":
         return faster_of(within, dict(locals()))
@@ -131,7 +131,7 @@ def within(
     if is_sharded(model):
         return on_whole_parameters(within, dict(locals()))
     _check(model, exact)
-    if is_keras(model):
+    if "keras" in sys.modules and is_keras(model):
         drop_early(model)
     if graphs not in (True, False, "auto"):
         raise OutcoreError(f'graphs is True, False or "auto", not {graphs!r}')
@@ -172,6 +172,11 @@ def within(
     return install(asked, network, managed_forward, way)
 
 
+def _on_tensorflow(model: Any) -> bool:
+    """Whether it is a Keras model on TensorFlow; before Keras is imported there is none."""
+    return "keras" in sys.modules and on_tensorflow(model)
+
+
 def _check(model: nn.Module, exact: str) -> None:
     """Refuse what cannot be managed."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -189,9 +194,10 @@ def release(model: nn.Module) -> nn.Module:
     >>> "forward" in net.__dict__
     False
     """
-    if on_tensorflow(model):
+    if _on_tensorflow(model):
         return tensorflow_plan.release(model)  # type: ignore[no-any-return]
-    hold_all(model)
+    if "keras" in sys.modules:
+        hold_all(model)
     managed_forward = model.__dict__.get("forward")
     if isinstance(managed_forward, ManagedForward):
         del model.__dict__["forward"]
@@ -212,7 +218,7 @@ def release(model: nn.Module) -> nn.Module:
 
 def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep | CompiledPlan | tensorflow_plan.TensorFlowPlan:
     """What `within` has decided for a model: policies, tiles, or what compiled kernels save."""
-    if on_tensorflow(model):
+    if _on_tensorflow(model):
         return tensorflow_plan.memory_plan(model)
     managed_forward = model.__dict__.get("forward")
     if is_compiled(managed_forward):

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from outcore.graph.structure import substitute
+from outcore.graph.structure import device_of, replace_lazy_images, substitute
 from outcore.stream.source import StreamedImage, image_of
 
 __all__ = ["LazyImage", "device_of", "is_shape", "whole_image", "with_fake_tensors", "with_lazy_images"]
@@ -29,20 +28,11 @@ class LazyImage:
 def with_lazy_images(tree: Any) -> Any:
     """Replace lazy images in the arguments."""
 
-    def is_image(leaf: Any) -> bool:
-        return not isinstance(leaf, torch.Tensor) and all(hasattr(leaf, a) for a in ("shape", "dtype", "read"))
-
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, (tuple, list)) and not is_image(leaf):
-            return type(leaf)(change(part) for part in leaf)
-        if isinstance(leaf, dict):
-            return {k: change(part) for k, part in leaf.items()}
-        if not is_image(leaf):
-            return leaf
-        image = image_of(leaf)
+    def change(source: Any) -> LazyImage:
+        image = image_of(source)
         return LazyImage(image, torch.empty(image.shape, dtype=image.dtype, device="meta"))
 
-    return change(tree)
+    return replace_lazy_images(tree, change)
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,9 +62,3 @@ def whole_image(image: StreamedImage, device: torch.device) -> torch.Tensor:
 def is_shape(value: Any) -> bool:
     """Whether an argument is a shape given in place of a tensor."""
     return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of a model."""
-    first = next(iter((*model.parameters(), *model.buffers())), None)
-    return first.device if first is not None else torch.device("cpu")

@@ -34,7 +34,7 @@ from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.stream.arguments import LazyImage, device_of, with_fake_tensors, with_lazy_images
+from outcore.stream.arguments import device_of, with_fake_tensors, with_lazy_images
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
 from outcore.stream.plan.plan import StreamPlan, how_of, plan_by_hand, plan_tiles
 from outcore.stream.plan.step_document import StreamedStep
@@ -44,9 +44,7 @@ __all__ = [
     "StreamSettings",
     "StreamedForward",
     "bytes_on",
-    "has_lazy",
     "install_streamed_forward",
-    "loss_on_output",
     "pixel_loss",
     "planned",
     "without_memory",
@@ -276,25 +274,6 @@ def pixel_loss(model: nn.Module, *args: Any, target: Any, loss: PixelLoss | Func
         return model.loss(*args, target=target, loss=loss, **kwargs)
     function = loss.function if isinstance(loss, PixelLoss) else loss
     return function(model(*args, **kwargs), target)
-
-
-def loss_on_output(loss: Callable[[Any], torch.Tensor] | PixelLoss | None) -> Callable[[Any], torch.Tensor] | None:
-    """A loss that is taken on the whole output; None for one over pixels, which is taken tile by tile."""
-    return None if isinstance(loss, PixelLoss) else loss
-
-
-def has_lazy(tree: Any) -> bool:
-    """Whether the arguments hold images that are read lazily."""
-    found = with_lazy_images(tree)
-
-    def inside(leaf: Any) -> bool:
-        if isinstance(leaf, (tuple, list)):
-            return any(map(inside, leaf))
-        if isinstance(leaf, dict):
-            return any(map(inside, leaf.values()))
-        return isinstance(leaf, LazyImage)
-
-    return inside(found)
 
 
 def _readers(model: nn.Module) -> int:

@@ -25,7 +25,7 @@ from outcore.graph import Graph, capture
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import substitute
 
-__all__ = ["apart", "graph_device", "loss_bytes_in", "loss_bytes_of", "output_of", "usual_loss_bytes"]
+__all__ = ["apart", "loss_bytes_in", "loss_bytes_of", "output_of", "usual_loss_bytes"]
 
 _NUMBER_BYTES = 4
 
@@ -51,12 +51,6 @@ class _Loss(nn.Module):
     def forward(self, output: Any) -> torch.Tensor:
         """The loss of an output."""
         return self.loss(output)
-
-
-def graph_device(graph: Graph) -> torch.device:
-    """Where the model of a graph is."""
-    first = next(iter((*graph.module.model.parameters(), *graph.module.model.buffers())), None)
-    return first.device if first is not None else torch.device("cpu")
 
 
 def output_of(graph: Graph) -> Any:

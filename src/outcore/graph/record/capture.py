@@ -30,7 +30,7 @@ from outcore.graph.record.recorder import Recorder
 from outcore.graph.record.recording import Recording, Ref
 from outcore.graph.record.watched_run import WatchedRun
 from outcore.graph.source import blame
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import device_of, leaves, substitute
 
 __all__ = ["arguments_as_called", "capture"]
 
@@ -183,11 +183,6 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return names + [path for path, _ in leaves(kwargs, torch.Tensor)]
 
 
-def _device(model: nn.Module) -> torch.device:
-    first = next(iter((*model.parameters(), *model.buffers())), None)
-    return first.device if first is not None else torch.device("cpu")
-
-
 def arguments_as_called(
     model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -199,7 +194,7 @@ def _as_called(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as a call would bring them: on the model's device."""
-    device = _device(model)
+    device = device_of(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         called: tuple[tuple[Any, ...], dict[str, Any]] = substitute(
             (args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model) if t.is_meta and device.type != "meta" else t
@@ -210,9 +205,9 @@ def _as_called(
 def _faked(tensor: torch.Tensor, mode: FakeTensorMode, model: nn.Module) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
-    if tensor.is_meta and _device(model).type != "meta":
+    if tensor.is_meta and device_of(model).type != "meta":
         with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_device(model))
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_of(model))
             return made.requires_grad_(tensor.requires_grad)
     return mode.from_tensor(tensor)
 
@@ -221,7 +216,7 @@ def _realised(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with small random data where only a shape was given."""
-    if _device(model).type == "meta":
+    if device_of(model).type == "meta":
         raise CaptureError("and there are no weights to run it on real data; build the model on a real device")
     missing = [t for _, t in leaves((args, kwargs), torch.Tensor) if t.is_meta or isinstance(t, FakeTensor)]
     size = sum(t.numel() * t.element_size() for t in missing)
@@ -239,7 +234,7 @@ def _realised(
             made = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator, device="cpu")
         else:
             made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return made.to(_device(model)).requires_grad_(tensor.requires_grad)
+        return made.to(device_of(model)).requires_grad_(tensor.requires_grad)
 
     realised: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)
     return realised

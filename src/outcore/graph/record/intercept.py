@@ -10,6 +10,13 @@ recording, on the recording thread only:
 
 Python-level composites of torch.nn.functional (multi-head attention) hand themselves to the mode before doing anything;
 `opened` lets them run so that their primitives are seen instead.
+
+A model that runs under a plan is seen in every step (`watched`). For that ``nn.Module.__call__`` becomes a function
+that asks who watches its own thread, and is torch's own for all others. It is put there when a model first runs under a
+plan and stays: changing an attribute of ``nn.Module`` makes Python forget what it has cached of every class of modules,
+which costs more than the forward of a small network. A compiler that traces it goes straight to torch's own. Each
+thread has at most one watcher at a time: a managed model inside a managed model replaces the outer one's watcher for as
+long as it runs.
 """
 
 from __future__ import annotations
@@ -25,15 +32,30 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
+from torch.compiler import is_dynamo_compiling
 
-__all__ = ["CallObserver", "intercepted", "is_recording", "opened"]
+__all__ = [
+    "CallObserver",
+    "ModuleWatcher",
+    "call_module",
+    "current_watcher",
+    "intercepted",
+    "is_recording",
+    "opened",
+    "unwatched",
+    "watched",
+]
 
 
-class CallObserver(Protocol):
-    """Receives the calls."""
+class ModuleWatcher(Protocol):
+    """Who is told of module calls."""
 
     def on_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a call of a module; returns the result."""
+        """A module is called; returns its result."""
+
+
+class CallObserver(ModuleWatcher, Protocol):
+    """Who is told of all three kinds of calls."""
 
     def on_opaque(
         self,
@@ -146,3 +168,51 @@ def opened() -> Iterator[None]:
         yield
     finally:
         functional.has_torch_function = original
+
+
+class _Current(threading.local):
+    """The watcher of each thread."""
+
+    watcher: ModuleWatcher | None = None
+
+
+_CURRENT = _Current()
+
+
+def current_watcher() -> ModuleWatcher | None:
+    """Who watches this thread."""
+    return _CURRENT.watcher
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands where ``nn.Module.__call__`` was."""
+    if is_dynamo_compiling():  # a compiler goes on with the model's own code
+        return call_module(module, *args, **kwargs)
+    watcher = _CURRENT.watcher
+    return call_module(module, *args, **kwargs) if watcher is None else watcher.on_module(module, args, kwargs)
+
+
+@contextlib.contextmanager
+def watched(watcher: ModuleWatcher) -> Iterator[None]:
+    """Tell a watcher of the module calls on this thread."""
+    if nn.Module.__call__ is call_module:
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
+        with contextlib.suppress(AttributeError):  # it is compiled as part of what calls it, as torch's own is
+            frames: Any = torch._C._dynamo.eval_frame
+            alone = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+            frames.set_code_exec_strategy(_call.__code__, alone)
+    before, _CURRENT.watcher = _CURRENT.watcher, watcher
+    try:
+        yield
+    finally:
+        _CURRENT.watcher = before
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Nobody is told of this thread's calls."""
+    before, _CURRENT.watcher = _CURRENT.watcher, None
+    try:
+        yield
+    finally:
+        _CURRENT.watcher = before

@@ -1,6 +1,6 @@
 """One forward under policies: the user's own code runs, and is aligned with the plan as it goes.
 
-Module calls and functions on tensors are seen in order (`outcore.graph.record.module_calls`, a
+Module calls and functions on tensors are seen in order (`outcore.graph.record.intercept`, a
 `TorchFunctionMode`) and looked up in the plan by where they happen (`outcore.memory.saved_tensors.policy_table`). What
 the plan knows gets its policy:
 
@@ -30,9 +30,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from outcore.graph.naming import function_name
-from outcore.graph.record.intercept import is_recording, opened
+from outcore.graph.record.intercept import call_module, current_watcher, is_recording, opened, unwatched, watched
 from outcore.graph.record.keys import hooks_of
-from outcore.graph.record.module_calls import call_module, current_watcher, unwatched, watched
 from outcore.graph.structure import leaves
 from outcore.memory.chunked_loss.lazy_rows import lazily
 from outcore.memory.encode.bitmask_relu import rectified_by_bits

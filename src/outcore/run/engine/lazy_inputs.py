@@ -7,12 +7,12 @@ needs the whole of it, all is read at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from outcore.data import Source
+from outcore.graph.structure import replace_lazy_images
 from outcore.stream.source import ImageRows, StreamedImage, image_of
 
 __all__ = ["Images", "in_memory", "rows_of_sources", "stand_ins"]
@@ -25,33 +25,32 @@ def stand_ins(inputs: Any) -> tuple[Any, Images]:
     """The inputs with a tensor without content in place of every source, and which stands for what."""
     images: Images = {}
 
-    def stand_in(image: StreamedImage) -> torch.Tensor:
+    def stand_in(source: Source) -> torch.Tensor:
+        image = image_of(source)
         made = torch.empty(image.shape, dtype=image.dtype, device="meta")
         images[id(made)] = image
         return made
 
-    return _replaced(inputs, stand_in), images
+    return replace_lazy_images(inputs, stand_in), images
 
 
 def in_memory(inputs: Any) -> Any:
     """The inputs with every source read."""
-    return _replaced(inputs, lambda image: ImageRows(image, 0, image.shape[0]).to(torch.device("cpu")))
+
+    def whole(source: Source) -> torch.Tensor:
+        image = image_of(source)
+        return ImageRows(image, 0, image.shape[0]).to(torch.device("cpu"))
+
+    return replace_lazy_images(inputs, whole)
 
 
 def rows_of_sources(targets: Any, count: int, first: int, size: int) -> Any:
     """The targets of a micro-batch with some samples of a source in place of every source of a batch of `count`; they
     are read where the loss is taken."""
 
-    def rows(image: StreamedImage) -> ImageRows:
+    def rows(source: Source) -> ImageRows:
+        image = image_of(source)
         begin, end = (first, first + size) if image.shape[0] == count else (0, image.shape[0])
         return ImageRows(image, begin, end)
 
-    return _replaced(targets, rows)
-
-
-def _replaced(inputs: Any, new: Callable[[StreamedImage], Any]) -> Any:
-    if isinstance(inputs, dict):
-        return {name: _replaced(value, new) for name, value in inputs.items()}
-    if type(inputs) in (tuple, list):
-        return type(inputs)(_replaced(value, new) for value in inputs)
-    return new(image_of(inputs)) if not isinstance(inputs, torch.Tensor) and isinstance(inputs, Source) else inputs
+    return replace_lazy_images(targets, rows)
