@@ -45,6 +45,17 @@ def test_flops_are_those_of_the_formula(costs: Costs) -> None:
     assert costs["4#0"].flops_forward == 2 * 2 * 256 * 5
 
 
+def test_a_grouped_convolution_has_the_work_of_its_groups() -> None:
+    def of(inputs: int, outputs: int, groups: int) -> tuple[int, int]:
+        layers = nn.Sequential(nn.Conv2d(inputs, inputs, 1), nn.Conv2d(inputs, outputs, 3, groups=groups))
+        cost = account(outcore.capture(layers, [(2, inputs, 9, 9)]), "cpu")["1#0"]
+        return cost.flops_forward, cost.flops_backward
+
+    for inputs, outputs, groups in ((8, 16, 4), (6, 6, 6)):
+        forward, backward = of(inputs // groups, outputs // groups, 1)
+        assert of(inputs, outputs, groups) == (groups * forward, groups * backward)
+
+
 def test_memory_kept_by_two_calls_is_counted_once() -> None:
     rows = [
         CallCost("a", "a", "ReLU", saved=(Saved("v", "value", 100),)),

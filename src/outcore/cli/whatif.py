@@ -29,6 +29,8 @@ from outcore.whatif.techniques import FasterLink, Technique, parse_techniques
 
 __all__ = ["whatif"]
 
+_MOST_GPUS = 1 << 20
+
 
 def whatif(
     job: JobName,
@@ -87,22 +89,33 @@ def whatif(
     questions = if_ or []
     if not (questions or on or gpus):
         raise WhatIfError("nothing was asked; give --if amp, --on a100 or --gpus 1,2,4,8")
-    if verify and on:
-        raise typer.BadParameter("another device cannot be run from here; leave out --on", param_hint="--verify")
+    if verify and (on or gpus):
+        option = "--on" if on else "--gpus"
+        raise typer.BadParameter(f"other devices cannot be run from here; leave out {option}", param_hint="--verify")
     if verify and not questions:
         raise typer.BadParameter("only what --if asks for can be run here", param_hint="--verify")
     if svg is not None and not gpus:
         raise typer.BadParameter("a plot is of --gpus", param_hint="--svg")
-    techniques = [parse_techniques(question) for question in questions]
+    techniques = [parse_techniques(question) for question in dict.fromkeys(questions)]
+    questions = list(dict.fromkeys(questions))
     prices, power = _numbers(price, "--price"), _numbers(watts, "--watts")
-    names = [name.strip() for name in on.split(",") if name.strip()]
+    names, ways = _words(on, "--on", "a100,h100"), _words(how, "--how", "data_parallel,sharded")
+    for given, option in ((prices, "--price"), (power, "--watts"), (largest, "--largest")):
+        if given and (questions or gpus or not names):
+            raise typer.BadParameter("is of --on, without --if or --gpus", param_hint=option)
+    if (prices or power) and epoch is None:
+        raise typer.BadParameter(
+            "how many samples has an epoch? give --epoch", param_hint="--price" if prices else "--watts"
+        )
+    if svg is not None and len(names) * len(questions or [""]) > 1:
+        raise typer.BadParameter("a plot is of one GPU and one question; ask one at a time", param_hint="--svg")
     devices: list[Device] = [parse(name).devices[0] for name in names] or [_here(quiet=json)]
     for figures, option in ((prices, "--price"), (power, "--watts")):
         if len(figures) > 1 and len(figures) != len(names):
             raise typer.BadParameter(
                 f"{len(figures)} figures for {len(names)} GPUs; give one, or one for each", param_hint=option
             )
-    counts = [int(n) for n in _numbers(gpus, "--gpus")]
+    counts = _counts(gpus)
     joined = [parse_link(link, device) for device in devices] if counts else []
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     console = Console()
@@ -122,7 +135,6 @@ def whatif(
         with working("measuring every call", quiet=json):
             here = record_setup(TrainingSetup(found, batch), known().devices[0], measured=True)
     if counts:
-        ways = [way.strip() for way in how.split(",") if way.strip()]
         mode: Literal["weak", "strong"] = "strong" if strong else "weak"
         for device, between in zip(devices, joined, strict=True):
             for text, used in list(zip(questions, techniques, strict=True)) or [("", ())]:
@@ -160,9 +172,17 @@ def _linked(link: ClusterLink, techniques: Sequence[Technique]) -> ClusterLink:
     return link
 
 
+def _words(text: str, option: str, example: str) -> list[str]:
+    """Names between commas, each once; an option that is given names something."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if text and not found:
+        raise typer.BadParameter(f"must be names like {example}, not {text!r}", param_hint=option)
+    return found
+
+
 def _numbers(text: str, option: str) -> list[float]:
     try:
-        found = [float(part) for part in text.split(",") if part.strip()]
+        found = [float(part) for part in text.split(",")] if text else []
     except ValueError:
         raise typer.BadParameter(f"must be numbers like 1,2,4, not {text!r}", param_hint=option) from None
     if any(not 0 < value < float("inf") for value in found):
@@ -170,11 +190,19 @@ def _numbers(text: str, option: str) -> list[float]:
     return found
 
 
+def _counts(text: str) -> list[int]:
+    """Numbers of GPUs."""
+    found = _numbers(text, "--gpus")
+    if any(value != int(value) or value > _MOST_GPUS for value in found):
+        raise typer.BadParameter(f"must be whole numbers up to {_MOST_GPUS:,}, not {text!r}", param_hint="--gpus")
+    return [int(value) for value in found]
+
+
 def _write(document: dict[str, Any], output: Path | None, json: bool) -> None:
     if output is not None:
-        output.write_text(json_module.dumps(document, indent=1) + "\n")
+        output.write_text(json_module.dumps(document, indent=1, allow_nan=False) + "\n")
     if json:
-        typer.echo(json_module.dumps(document))
+        typer.echo(json_module.dumps(document, allow_nan=False))
     wrote(output)
 
 

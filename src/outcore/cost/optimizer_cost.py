@@ -63,8 +63,8 @@ class OptimizerCost:
             return cls.of(lambda params: kind(params, **settings), device_kind)
         many, one = _count(optimizer, _SIZES, device_kind), _count(optimizer, _SIZES[-1:], device_kind)
         traffic = many.traffic / sum(_SIZES) / 4
-        # The workspace of all of them exceeds that of the largest alone only if they are stepped together.
-        if many.peak > 1.25 * one.peak:
+        # As many operations for all of them as for one: they are stepped together. So is what keeps a workspace of all.
+        if many.peak > 1.25 * one.peak or 0 < many.operations <= one.operations:
             whole = many.peak / sum(_SIZES) / 4
             return cls(many.name, many.state, whole, 0.0, traffic, many.operations, together=True)
         each = many.operations // len(_SIZES)

@@ -64,9 +64,10 @@ class Answer:
     @property
     def gain_interval(self) -> tuple[float, float]:
         """Between these the gain lies in four cases of five."""
-        if not (self.low_s > 0 and math.isfinite(self.gain)):
-            return (self.gain * self.step_s / self.high_s if self.high_s else self.gain), math.inf
-        return self.gain * self.step_s / self.high_s, self.gain * self.step_s / self.low_s
+        if not math.isfinite(self.gain):
+            return self.gain, math.inf
+        rate = self.gain * self.step_s
+        return rate / self.high_s, (rate / self.low_s if self.low_s else math.inf)
 
     @property
     def verdict(self) -> Verdict:
@@ -87,7 +88,7 @@ class Answer:
             "step_s": self.step_s,
             "interval_s": [self.low_s, self.high_s],
             "samples_per_s": self.batch / self.step_s if self.step_s else None,
-            "gain": self.gain,
+            "gain": self.gain if math.isfinite(self.gain) else None,
             "gain_interval": [limit if math.isfinite(limit) else None for limit in self.gain_interval],
             "verdict": self.verdict,
             "peak_bytes": self.peak_bytes,

@@ -181,6 +181,9 @@ def scale_out(
     for strategy in strategies:
         if strategy not in STRATEGIES:
             raise WhatIfError(f"unknown strategy {strategy!r}; {suggest(strategy, STRATEGIES)}")
+    ways = tuple(dict.fromkeys(strategies))
+    if not ways:
+        raise WhatIfError(f"no strategy was given; known are {', '.join(STRATEGIES)}")
     counts = sorted(set(gpus))
     if not counts or counts[0] < 1:
         raise WhatIfError("numbers of GPUs begin at 1; give for example --gpus 1,2,4,8")
@@ -206,6 +209,8 @@ def scale_out(
 
     alone, alone_step = recorded(whole)
     single = alone_step.simulate()
+    if not single.step_s > 0:
+        raise WhatIfError(f"nothing is left of a step of {job.name} that could be divided; ask for less to be free")
     one = whole / single.step_s
     points: list[ScalingPoint] = []
     refused: list[str] = []
@@ -213,12 +218,14 @@ def scale_out(
     for count in counts:
         own = whole if mode == "weak" else max(1, whole // count)
         found, step = recorded(own)
-        for strategy in strategies:
+        for strategy in ways:
             point = _point(strategy, found, step, count, plans, one)
             if isinstance(point, ScalingPoint):
                 points.append(point)
             else:
                 refused.append(f"{strategy} on {count} GPUs: {point}")
+    if not points:
+        raise WhatIfError(f"none of it can be done: {refused[0]}")
     costs = alone.profile.costs
     sizes: dict[str, int] = {}
     for parameter, nbytes in costs.parameters.items():

@@ -32,14 +32,22 @@ def answers_table(found: Answers) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=name != "interval")
     for row in rows:
         low, high = format_time(row.low_s), format_time(row.high_s)
-        cells = [row.question, format_time(row.step_s), f"{low} to {high}", f"{row.batch / row.step_s:,.1f}"]
-        cells += [f"{row.gain:.2f}x", "" if row is found.base else row.verdict, format_bytes(row.peak_bytes)]
+        cells = [row.question, format_time(row.step_s), f"{low} to {high}", _rate(row)]
+        cells += [
+            f"{row.gain:.2f}x" if row.step_s else "",
+            "" if row is found.base else row.verdict,
+            format_bytes(row.peak_bytes),
+        ]
         table.add_row(*cells, *(_measured(row) if measured else ()))
     reasons = [Text(f"{row.question}: {row.reason}") for row in rows]
     said = [(row.question, note.removeprefix(f"{row.question}: ")) for row in rows for note in row.notes]
     notes = [Text(f"{question}: {note}", style="yellow") for question, note in said]
     notes += [Text(f"{row.question}: not measured, {row.not_run}", style="yellow") for row in rows if row.not_run]
     return Group(table, Text(), *reasons, *notes)
+
+
+def _rate(row: Answer) -> str:
+    return f"{row.batch / row.step_s:,.1f}" if row.step_s else "no limit"
 
 
 def _measured(row: Answer) -> tuple[str, str, str]:

@@ -35,6 +35,9 @@ from outcore.whatif.setup import TrainingSetup
 
 __all__ = ["TECHNIQUES", "Technique", "parse_techniques"]
 
+_MOST_SAMPLES = 10**9
+_MOST_FACTOR = 1e6
+
 
 @dataclass(frozen=True)
 class Technique:
@@ -263,15 +266,15 @@ def _dtype(value: str) -> Technique:
 
 
 def _batch(value: str) -> Technique:
-    if not value.isdigit() or int(value) < 1:
-        raise WhatIfError(f"batch={value} must be a whole number of at least 1, for example batch=64")
+    if not value.isdecimal() or not 1 <= int(value) <= _MOST_SAMPLES:
+        raise WhatIfError(f"batch={value} must be a whole number from 1 to {_MOST_SAMPLES:,}, for example batch=64")
     return Batch(int(value))
 
 
 def _factor(text: str, what: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)x?", text)
-    if match is None or float(match[1]) <= 0:
-        raise WhatIfError(f"{what} must be a factor such as 2x or 0.5x")
+    if match is None or not 1 / _MOST_FACTOR <= float(match[1]) <= _MOST_FACTOR:
+        raise WhatIfError(f"{what} must be a factor such as 2x or 0.5x, from {1 / _MOST_FACTOR:g} to {_MOST_FACTOR:g}")
     return float(match[1])
 
 
@@ -301,7 +304,17 @@ def parse_techniques(text: str) -> tuple[Technique, ...]:
         WhatIfError: one of them is not known; names those that are.
     """
     parts = [part.strip() for part in text.split("+")]
-    return tuple(_technique(part, text) for part in parts)
+    found = tuple(_technique(part, text) for part in parts)
+    for number, technique in enumerate(found):
+        again = next((t for t in found[:number] if type(t) is type(technique) and _one_of(t, technique)), None)
+        if again is not None:
+            raise WhatIfError(f"{again} and {technique} in {text!r} are one technique; ask for it once")
+    return found
+
+
+def _one_of(first: Technique, second: Technique) -> bool:
+    """Whether two techniques of a kind cannot stand beside each other: a step has one batch, but many blocks."""
+    return not isinstance(first, Free | Scaled) or first == second
 
 
 def _technique(part: str, whole: str) -> Technique:

@@ -164,5 +164,8 @@ def test_an_optimizer_that_steps_all_at_once_needs_room_for_all() -> None:
     one_by_one, together = OptimizerCost.of(torch.optim.Adam, "cpu"), OptimizerCost.of(torch.optim.Adam, "cuda")
     assert one_by_one.workspace_per_largest > 0 and one_by_one.workspace_per_parameter == 0
     assert together.workspace_per_parameter >= 1
+    for make in (torch.optim.Adam, partial(torch.optim.SGD, lr=0.1, momentum=0.9)):  # one without a workspace, too
+        loop, all_at_once = OptimizerCost.of(make, "cpu"), OptimizerCost.of(make, "cuda")
+        assert all_at_once.together and not loop.together
     made = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
     assert OptimizerCost.of(made).state_per_parameter == 1.0

@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts while active; `live` and `peak` are bytes, without what was announced as existing before.
 
     Also counts FLOPs, as torch's own counter does. That one is not used because it cannot observe
-    `torch.autograd.grad`.
+    `torch.autograd.grad`, and because it takes the weights of a grouped convolution for those of one group in backward.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         self.issued += issue_of(func, args)
         packet = getattr(func, "_overloadpacket", func)
         if (count := flop_registry.get(packet)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
+            self.flops += _flops(count, packet, args, kwargs or {}, result)
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if made:
             first = storage_key(args[0]) if args and isinstance(args[0], torch.Tensor) else None
@@ -96,3 +96,14 @@ class LiveBytes(TorchDispatchMode):
         self.made_by[key] = (operation, source)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+def _flops(
+    count: Callable[..., int], packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    """What torch counts for an operation; of groups, the gradient of the weight is counted as that of each group."""
+    whole = count(*args, **kwargs, out_val=result)
+    if packet is not torch.ops.aten.convolution_backward or len(args) < 11 or args[9] == 1 or not args[10][1]:
+        return whole
+    of_input = count(*args[:10], (args[10][0], False, False), out_val=result) if args[10][0] else 0
+    return int(of_input + (whole - of_input) // args[9])
