@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -138,8 +139,8 @@ def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
     return replace(one, devices=(device,) * ranks, between_devices=link, processors=1 if cuda else cores)
 
 
-def compare(name: str, grid: tuple[int, int], costs: Costs, cuda: bool, cores: int, scale: float) -> dict[str, Any]:
-    chosen, ranks = job(name, cuda, scale), grid[0] * grid[1]
+def compare(name: str, grid: tuple[int, ...], costs: Costs, cuda: bool, cores: int, scale: float) -> dict[str, Any]:
+    chosen, ranks = job(name, cuda, scale), math.prod(grid)
     assumed = _machine(cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=2e9, latency_s=1e-4))
     plan = outcore.spatial.plan_grid(chosen, grid, machine=assumed, costs=costs)
     found = launch(train, ranks, plan.to_json(), name, cuda, scale)
@@ -170,6 +171,8 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="Of the pixels of a side.")
     parser.add_argument("--limit", type=float, default=150.0, help="Seconds after which no case is begun.")
     parser.add_argument("--networks", nargs="*", default=["unet", "resnet", "chain"])
+    parser.add_argument("--grids", nargs="*", default=["1x2", "2x2"])
+    parser.add_argument("--measure", type=float, default=15.0, help="Seconds for the calls of a network.")
     given = parser.parse_args()
     cuda, began, rows = given.device == "cuda", time.monotonic(), list[dict[str, Any]]()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -186,17 +189,18 @@ def main() -> None:
                 rows.append({"network": network, "error": "not begun: out of time"})
                 continue
             try:
-                costs = measure(job(network, cuda, given.scale).capture(1), given.device, time_limit_s=20.0)
+                costs = measure(job(network, cuda, given.scale).capture(1), given.device, time_limit_s=given.measure)
             except Exception as error:  # it stays in the table
                 rows.append({"network": network, "error": f"{type(error).__name__}: {error}"[:500]})
                 continue
             torch.cuda.empty_cache()
-            for grid in ((1, 2), (2, 2)):
+            for said in given.grids:
+                grid = tuple(int(n) for n in said.split("x"))
                 try:
                     rows.append(compare(network, grid, costs, cuda, given.cores, given.scale))
                 except Exception as error:
-                    said = f"{type(error).__name__}: {error}"[:500]
-                    rows.append({"network": network, "grid": list(grid), "error": said})
+                    text = f"{type(error).__name__}: {error}"[:500]
+                    rows.append({"network": network, "grid": list(grid), "error": text})
                 print(_line(rows[-1]), flush=True)
                 document = {"device": where, "torch": torch.__version__, "mps": shared, "rows": rows}
                 (given.out / f"{name}.json").write_text(json.dumps(document, indent=1))
