@@ -127,7 +127,7 @@ class Network:
 
 NETWORKS = (
     Network("unet", torch.float64, 2048, 1e-3, 1e-10, True),
-    Network("resnet18", torch.float32, 2048, 1e-6, 1e-4, False),
+    Network("resnet18", torch.float32, 4096, 1e-6, 1e-4, False),
 )
 
 
