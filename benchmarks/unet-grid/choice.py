@@ -4,9 +4,9 @@
 
 A case is a network, a batch, a number of ranks and the rate of the link between them. Ranks are processes of one thread
 on hosts that are network namespaces (`benchmarks/whatif-links/hosts.py`). For every case each schedule's best plan,
-data parallel and every grid are simulated with costs measured here, and all of them are trained, one after the other in the
-same processes; `outcore.plan` chooses among them by the simulation. A choice counts as right if it took at most a tenth
-longer than the fastest.
+data parallel and every grid are simulated with costs measured here, and all of them are trained, one after the other in
+the same processes; `outcore.plan` chooses among them by the simulation. A choice counts as right if it took at most a
+tenth longer than the fastest.
 """
 
 from __future__ import annotations
