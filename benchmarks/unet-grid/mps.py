@@ -41,14 +41,15 @@ def _images(pixels: int, classes: int | None) -> Callable[[int], tuple[torch.Ten
     return batch
 
 
-def _resnet() -> nn.Module:
+def torchvision_model(name: str) -> nn.Module:
+    """A network of torchvision without its compiled operators."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.foreign.shim import define_torchvision_operators
 
     define_torchvision_operators()
     import torchvision
 
-    return torchvision.models.resnet50(weights=None)
+    return torchvision.models.get_model(name, weights=None)
 
 
 def job(name: str, pixels: int) -> outcore.Job:
@@ -56,7 +57,9 @@ def job(name: str, pixels: int) -> outcore.Job:
         return outcore.Job(
             model=lambda: UNet(3, 2, width=32), batch=_images(pixels, None), loss=F.cross_entropy, size=1
         )
-    return outcore.Job(model=_resnet, batch=_images(pixels, 1000), loss=F.cross_entropy, size=1)
+    return outcore.Job(
+        model=lambda: torchvision_model("resnet50"), batch=_images(pixels, 1000), loss=F.cross_entropy, size=1
+    )
 
 
 def train(plan: dict[str, Any], name: str, pixels: int) -> dict[str, Any]:

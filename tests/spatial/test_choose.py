@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,12 @@ def test_messages_that_are_computed_over_cost_nothing() -> None:
     assert sum(e.end_s - e.start_s for e in events if e.rank == 4 and e.stream == "compute") == pytest.approx(2.5)
     assert {e.rank for e in events} == {4, 5} and all(e.kind in ("forward", "halo") for e in events)
     assert perform_parts(script, Backward(0, 0), (4, 5), (0.0, 0.0), LinkSchedule(Links()), []) == [2.5 + 0.5, 7.0]
+    # On one processor nobody computes while another does: all that both compute, one after the other.
+    shared: list[Event] = []
+    ends = perform_parts(script, Forward(0, 0), (4, 5), (0.0, 0.0), LinkSchedule(replace(links, processors=1)), shared)
+    busy = sorted((e.start_s, e.end_s) for e in shared if e.stream == "compute")
+    assert max(ends) >= 9.5 and all(a <= b for (_, a), (b, _) in itertools.pairwise(busy))
+    assert sum(b - a for a, b in busy) == pytest.approx(9.5)
 
 
 @pytest.mark.parametrize(("head", "replicas", "batches"), [(False, 1, 1), (True, 2, 2)])

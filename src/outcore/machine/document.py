@@ -41,6 +41,7 @@ MACHINE = Record(
         "disk": Maybe(_LINK),
         "between_devices": Maybe(_LINK),
         "between_nodes": Maybe(_LINK),
+        "processors": Maybe(Whole(1, 65_536)),
     },
 )
 """A machine with all its numbers."""

@@ -60,12 +60,17 @@ class Machine:
     nodes: int = 1
     between_nodes: Link | None = None
     source: str = ""
+    processors: int | None = None
+    """How many devices of a node compute at the same time at full rate, where they stand for ranks that share one (on a
+    GPU, or on fewer cores); None for all."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise MachineError(f"machine {self.name!r} has no device; needed at least one")
         if self.nodes < 1:
             raise MachineError(f"machine {self.name!r} has {self.nodes} nodes; needed at least 1")
+        if self.processors is not None and self.processors < 1:
+            raise MachineError(f"machine {self.name!r} has {self.processors} processors; needed at least 1")
 
     @property
     def ranks(self) -> int:
@@ -140,6 +145,7 @@ class Machine:
                 nodes=int(document.get("nodes", 1)),
                 between_nodes=_maybe(Link, document.get("between_nodes")),
                 source=str(document.get("source", "")),
+                processors=document.get("processors"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise MachineError(f"not a machine document: {error}") from error

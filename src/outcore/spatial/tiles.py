@@ -202,10 +202,19 @@ class _SharedTiles(Execution):
     # Forward
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """The boundary values; only the first rank has all of them."""
+        """The boundary values; only the first rank has all of them, others have zeros without memory instead."""
         for step in self.schedule.forward:
             self.run_step(step)
-        return {v: self.store.here(v) if v in self.store.values else self._blank(v) for v in self.streaming.boundary}
+        made = {}
+        for name in self.streaming.boundary:
+            whole = self.comm.rank == 0 or name in self._read_later or not self.network.is_streamed(name)
+            if whole and name in self.store.values:
+                made[name] = self.store.here(name)
+                continue
+            self.store.values.pop(name, None)
+            none = torch.zeros((), dtype=self.network.dtypes[name], device=self.device)
+            made[name] = none.expand(self.network.shapes[name])
+        return made
 
     def _blank(self, name: str) -> torch.Tensor:
         return torch.zeros(self.network.shapes[name], dtype=self.network.dtypes[name], device=self.device)

@@ -1,7 +1,9 @@
 """The links a simulated step uses, and when each of them is free.
 
 Every rank sends and receives independently; a node has one link out and one in for all its ranks. A transfer occupies
-both ends for as long as its bytes take, and arrives one latency later. Copies to and from off-device storage have a
+both ends for as long as its bytes take, and arrives one latency later. Where ranks share processors (several on one
+GPU, more than there are cores) a compute takes the first that is free, in the order in which they ask: in truth they
+take turns, which ends at the same time when all have as much to do. Copies to and from off-device storage have a
 direction each; when both are busy the later one gets what the first leaves of the rate of both together.
 """
 
@@ -34,10 +36,14 @@ class Links:
     """None when all ranks are on one node."""
     host: Link | None = None
     """From a device to off-device storage and back."""
+    processors: int | None = None
+    """How many ranks of a node compute at the same time at full rate; None for all."""
 
     def __post_init__(self) -> None:
         if self.devices_per_node is not None and self.devices_per_node < 1:
             raise ProgramError(f"a node has {self.devices_per_node} devices; needed at least 1")
+        if self.processors is not None and self.processors < 1:
+            raise ProgramError(f"a node has {self.processors} processors; needed at least 1")
 
     @classmethod
     def of(cls, machine: Machine) -> Links:
@@ -50,7 +56,7 @@ class Links:
                 raise ProgramError(f"the link {name} of machine {machine.name!r} is not known; add it to its file")
         host = machine.host_link.pinned if machine.host_link is not None else machine.disk
         per_node = len(machine.devices) if machine.nodes > 1 else None
-        return cls(machine.between_devices, machine.between_nodes, per_node, host)
+        return cls(machine.between_devices, machine.between_nodes, per_node, host, machine.processors)
 
     @classmethod
     def to_host(cls, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
@@ -74,6 +80,20 @@ class LinkSchedule:
         self.links = links
         self._free: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._copying: dict[tuple[int, str], tuple[float, float]] = {}
+        self._busy: dict[int, list[float]] = {}
+
+    def begin(self, rank: int, ready_s: float) -> float:
+        """When a processor is free for a rank that could compute from `ready_s` on."""
+        if self.links.processors is None:
+            return ready_s
+        busy = self._busy.setdefault(self.links.node(rank), [0.0] * self.links.processors)
+        return max(ready_s, min(busy))
+
+    def finish(self, rank: int, end_s: float) -> None:
+        """Occupy the processor that `begin` has found until then."""
+        if self.links.processors is not None:
+            busy = self._busy[self.links.node(rank)]
+            busy[busy.index(min(busy))] = end_s
 
     def transfer(self, source: int, target: int, nbytes: int, ready_s: float) -> tuple[float, float, float]:
         """Reserve a transfer that can begin at `ready_s`; returns its start, its end on the link, and its arrival."""

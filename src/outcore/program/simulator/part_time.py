@@ -106,8 +106,15 @@ def perform_parts(
 
     for action in script:
         if isinstance(action, PartCompute):
-            for k, seconds in enumerate(action.seconds):
-                clock[k] += seconds
+            for k in sorted(range(len(ranks)), key=lambda k: clock[k]):
+                if not (seconds := action.seconds[k]):
+                    continue
+                start = traffic.begin(ranks[k], clock[k])
+                if start > clock[k]:
+                    computed(k)
+                    begun[k] = start
+                clock[k] = start + seconds
+                traffic.finish(ranks[k], clock[k])
         elif isinstance(action, PartSend):
             due = arrivals.setdefault(action.value, [0.0] * len(ranks))
             for source, target, nbytes in sorted(action.messages, key=lambda m: clock[m[0]]):

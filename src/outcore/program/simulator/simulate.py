@@ -244,8 +244,10 @@ class _Simulation:
     def compute(self, rank: int, instruction: Compute | OptimizerStep, now: float) -> float:
         """Run a forward, backward or step that has all it needs; returns when it ends."""
         costs = self.stages.stages[instruction.stage]
+        now = self.traffic.begin(rank, now)
         if isinstance(instruction, OptimizerStep):
             end = now + costs.optimizer_s
+            self.traffic.finish(rank, end)
             self.events.append(Event(rank, COMPUTE, "step", str(instruction), now, end, stage=instruction.stage))
             return end
         ledger = self.ledgers[rank]
@@ -258,6 +260,7 @@ class _Simulation:
         self.make(rank, instruction, now)
         hold = partial(self.hold, rank, of)
         end = perform(ScriptTiming(rank, instruction, costs, now, self.evicted[of]), self.traffic, self.events, hold)
+        self.traffic.finish(rank, end)
         self.use(rank, instruction, now, end)
         if isinstance(instruction, Backward):
             ledger.add(end, "saved", -self.held.pop(of, 0))

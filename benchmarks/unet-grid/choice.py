@@ -1,0 +1,270 @@
+"""Is the plan that is chosen the fastest that is measured? Grids, pipelines, GEMS and data parallel, simulated and run.
+
+    python benchmarks/unet-grid/choice.py --out benchmarks/unet-grid/results            # needs root
+
+A case is a network, a batch, a number of ranks and the rate of the link between them. Ranks are processes of one thread
+on hosts that are network namespaces (`benchmarks/whatif-links/hosts.py`). For every case each schedule's best plan,
+data parallel and every grid are simulated with costs measured here, and all of them are trained, one after the other in
+the same processes; `outcore.plan` chooses among them by the simulation. A choice counts as right if it took at most a
+tenth longer than the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "whatif-links"))
+
+PORT = "29581"
+STEPS, SKIPPED = 7, 2
+NOISE = 1.1
+_LATENCY_S = 2e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    network: str
+    pixels: int
+    batch: int
+    ranks: int
+    rate_mbit: float
+
+    def job(self) -> Any:
+        import torch
+        import torch.nn.functional as F
+
+        import outcore
+
+        def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            drawn = torch.Generator().manual_seed(3)
+            image = torch.randn(size, 3, self.pixels, self.pixels, generator=drawn)
+            if self.network in ("chain", "unet"):
+                return image, torch.randn(size, 2, self.pixels, self.pixels, generator=drawn)
+            return image, torch.randint(10, (size,), generator=drawn)
+
+        maps = self.network in ("chain", "unet")
+        loss = outcore.stream.PixelLoss(F.mse_loss) if maps else F.cross_entropy
+        return outcore.Job(model=_NETWORKS[self.network], batch=batch, loss=loss, size=self.batch)
+
+
+def _chain() -> Any:
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    for a, b in ((3, 16), *((16, 16),) * 5):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(16, 2, 1))
+
+
+def _unet() -> Any:
+    from outcore.models import UNet
+
+    return UNet(3, 2, width=8, depth=3)
+
+
+def _pooled() -> Any:
+    """A network that halves the image, with a global pool and little weight."""
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    for a, b in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def _heavy() -> Any:
+    """Most of the work in convolutions, most of the weights in layers at the end."""
+    from torch import nn
+
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    layers += [nn.MaxPool2d(4), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(8), nn.Flatten()]
+    return nn.Sequential(
+        *layers, nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+
+
+_NETWORKS: dict[str, Callable[[], Any]] = {"chain": _chain, "unet": _unet, "pooled": _pooled, "heavy": _heavy}
+
+CASES = (
+    Case("chain", 192, 1, 2, 2000.0),
+    Case("chain", 96, 4, 2, 2000.0),
+    Case("chain", 192, 1, 2, 50.0),
+    Case("unet", 192, 1, 2, 2000.0),
+    Case("unet", 96, 4, 2, 50.0),
+    Case("pooled", 192, 1, 2, 2000.0),
+    Case("pooled", 96, 4, 2, 2000.0),
+    Case("pooled", 96, 4, 2, 20.0),
+    Case("heavy", 96, 4, 2, 2000.0),
+    Case("heavy", 96, 4, 2, 100.0),
+    Case("chain", 192, 1, 4, 2000.0),
+    Case("pooled", 96, 4, 4, 2000.0),
+)
+
+
+def candidates(case: Case, costs: Any, machine: Any) -> tuple[dict[str, Any], str]:
+    """Every plan with the step time that is simulated, by name, and the name of the one that is chosen."""
+    import outcore
+    from outcore.errors import OutcoreError
+    from outcore.planner.pipeline.plan_job import links_of, weights_on
+    from outcore.planner.pipeline.plan_job import plan as plan_stages
+    from outcore.spatial.timeline import predict_timeline
+
+    job, ranks = case.job(), case.ranks
+    graph = job.capture(case.batch)
+    weights, links = weights_on(machine, graph, costs), links_of(machine)
+    plans: dict[str, Any] = {}
+    for schedule in ("model_parallel", "gpipe", "1f1b", "gems"):
+        try:
+            made = plan_stages(graph, devices=ranks, machine=machine, schedule=schedule, costs=costs)
+        except OutcoreError:
+            continue
+        if len(made.stages) > 1:
+            plans[schedule] = made
+    if case.batch % ranks == 0:
+        plans["data parallel"] = outcore.Plan(graph.fingerprint, (("",),), replicas=ranks)
+    for grid in {2: ((1, 2), (2, 1)), 4: ((2, 2), (1, 4))}[ranks]:
+        try:
+            plans[f"grid {grid[0]}x{grid[1]}"] = outcore.spatial.plan_grid(
+                job, grid, machine=machine, costs=costs, batch=case.batch
+            )
+        except OutcoreError:
+            continue
+    plans["chosen"] = outcore.plan(job, devices=ranks, machine=machine, batch=case.batch, costs=costs)
+    found = {}
+    for name, plan in plans.items():
+        time_s = predict_timeline(plan, graph, weights, links).step_s
+        found[name] = {"plan": plan.to_json(), "arrangement": plan.arrangement, "predicted_s": time_s}
+    return found, plans["chosen"].arrangement
+
+
+def worker(document: str, out: str) -> None:
+    """One rank: trains every plan of every case, and writes the seconds of a step."""
+    import torch
+
+    import outcore
+    from outcore.graph.structure import substitute
+    from outcore.run import Engine
+
+    torch.set_num_threads(1)
+    rows = json.loads(Path(document).read_text())
+    for row in rows:
+        case = Case(**row["case"])
+        job = case.job()
+        for found in row["plans"].values():
+            plan = outcore.Plan.from_json(found["plan"])
+            with Engine(job, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4)) as engine:
+
+                def mine(tensor: torch.Tensor, engine: Engine = engine) -> torch.Tensor:
+                    return tensor.tensor_split(engine.plan.replicas)[engine.replica]
+
+                inputs, targets = (substitute(t, torch.Tensor, mine) for t in job.batch(case.batch))
+                times = []
+                for _ in range(STEPS):
+                    engine.world.barrier()
+                    began = time.perf_counter()
+                    engine.step(inputs, targets)
+                    times.append(time.perf_counter() - began)
+                rank = engine.rank
+            found["measured_s"] = statistics.median(times[SKIPPED:])
+        if rank == 0:
+            Path(out).write_text(json.dumps(rows))
+
+
+def measured(ranks: int, rate_mbit: float, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run the plans of cases that have as many ranks and the same link."""
+    from hosts import address, hosts, on_host
+
+    with tempfile.TemporaryDirectory() as folder, hosts(ranks, rate_mbit, prefix=f"occ{os.getpid()}x") as names:
+        document, out = Path(folder) / "cases.json", Path(folder) / "found.json"
+        document.write_text(json.dumps(rows))
+        started = []
+        for rank, name in enumerate(names):
+            env = {
+                **os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(ranks),
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": address(0), "MASTER_PORT": PORT,
+                "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            words = [sys.executable, __file__, "--worker", json.dumps([str(document), str(out)])]
+            started.append(subprocess.Popen(on_host(name, *words), env=env))
+        failed = [process.wait(timeout=600) for process in started]
+        found: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else rows
+        for row in found if any(failed) else ():
+            if not all("measured_s" in plan for plan in row["plans"].values()):
+                row["error"] = "a rank failed"
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", default=None)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    parser.add_argument("--measure", type=float, default=10.0, help="Seconds for the calls of a network.")
+    given = parser.parse_args()
+    if given.worker is not None:
+        worker(*json.loads(given.worker))
+        return
+    import torch
+
+    from outcore.cost.measured.measure import measure
+    from outcore.machine import known
+    from outcore.machine.link import Link
+
+    torch.set_num_threads(1)
+    cores, one = len(os.sched_getaffinity(0)), known()
+    by_hosts: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for number in given.cases:
+        case = CASES[number]
+        costs = measure(case.job().capture(case.batch), "cpu", time_limit_s=given.measure)
+        link = Link.symmetric(bandwidth_bytes_per_s=case.rate_mbit * 1e6 / 8, latency_s=_LATENCY_S)
+        machine = replace(
+            one, devices=one.devices[:1] * case.ranks, between_devices=link, processors=min(cores, case.ranks)
+        )
+        plans, chosen = candidates(case, costs, machine)
+        row = {"case": case.__dict__, "plans": plans, "chosen": chosen}
+        by_hosts.setdefault((case.ranks, case.rate_mbit), []).append(row)
+    rows = [row for (ranks, rate), cases in by_hosts.items() for row in measured(ranks, rate, cases)]
+    given.out.mkdir(parents=True, exist_ok=True)
+    right = 0
+    lines = [
+        "| case | chosen | measured | fastest | measured | simulated / measured of the chosen |",
+        "|---|" + "---|" * 5,
+    ]
+    for row in rows:
+        case = Case(**row["case"])
+        begin = (
+            f"| {case.network} {case.pixels} px, batch {case.batch}, {case.ranks} ranks, {case.rate_mbit:g} Mbit/s |"
+        )
+        if "error" in row:
+            lines.append(f"{begin} {row['chosen']} | {row['error']} | | | |")
+            continue
+        chosen = row["plans"]["chosen"]
+        name, best = min(row["plans"].items(), key=lambda item: item[1]["measured_s"])
+        row["right"] = chosen["measured_s"] <= NOISE * best["measured_s"]
+        right += row["right"]
+        lines.append(
+            f"{begin} {row['chosen']} | {chosen['measured_s'] * 1e3:.1f} ms | {name} | "
+            f"{best['measured_s'] * 1e3:.1f} ms | {chosen['predicted_s'] / chosen['measured_s']:.2f} |"
+        )
+    lines.append(f"\nThe choice is the fastest, or within {NOISE - 1:.0%} of it, in {right} of {len(rows)}.")
+    (given.out / "choice.json").write_text(json.dumps(rows, indent=1))
+    (given.out / "choice.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The step time that is predicted for grids of ranks beside the measured one, in one run.
+
+    python benchmarks/unet-grid/times.py --out $OUT                              # ranks on one GPU, under CUDA MPS
+    python benchmarks/unet-grid/times.py --out $OUT --device cpu --cores 2       # ranks of one thread on two cores
+
+Three networks on 1 x 2 and 2 x 2 ranks. The calls of a network are measured on their own in this process (one thread),
+messages between two idle ranks in the same processes that train afterwards. A machine of as many devices as ranks, of
+which no more compute at once than there are processors, with that link, is what the step is simulated on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outcore
+from outcore.cost.costs import Costs
+from outcore.cost.measured.measure import measure
+from outcore.machine import known, parse
+from outcore.machine.link import Link
+from outcore.machine.machine import Machine
+from outcore.models import UNet
+from outcore.planner.pipeline.plan_job import links_of, weights_on
+from outcore.run import Engine, launch
+from outcore.spatial.timeline import predict_timeline
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mps import mps, torchvision_model
+
+STEPS = 8
+SKIPPED = 3
+
+
+def _chain(width: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for a, b in ((3, width), *((width, width),) * 4):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(width, 2, 1))
+
+
+def _segmentation(model: Callable[[], nn.Module], pixels: int) -> outcore.Job:
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(3)
+        image = torch.randn(size, 3, pixels, pixels, generator=drawn)
+        return image, torch.randint(2, (size, pixels, pixels), generator=drawn)
+
+    return outcore.Job(model=model, batch=batch, loss=outcore.stream.PixelLoss(F.cross_entropy), size=1)
+
+
+def _classification(name: str, pixels: int) -> outcore.Job:
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(3)
+        return torch.randn(size, 3, pixels, pixels, generator=drawn), torch.randint(1000, (size,), generator=drawn)
+
+    return outcore.Job(model=lambda: torchvision_model(name), batch=batch, loss=F.cross_entropy, size=1)
+
+
+def job(name: str, cuda: bool, scale: float = 1.0) -> outcore.Job:
+    """One of the networks, of a size for a GPU or for a core."""
+    if name == "unet":
+        pixels, width = (2048, 32) if cuda else (256, 8)
+        return _segmentation(lambda: UNet(3, 2, width=width, depth=3), round(pixels * scale))
+    if name == "chain":
+        pixels, width = (2048, 48) if cuda else (256, 16)
+        return _segmentation(lambda: _chain(width), round(pixels * scale))
+    return _classification("resnet50" if cuda else "resnet18", round((2048 if cuda else 256) * scale))
+
+
+def _link(engine: Engine) -> dict[str, float]:
+    """Bytes per second and latency between the first two ranks, with the messages that training uses."""
+    messages, number = engine.worker.messages, 1 << 16
+    assert messages is not None
+    found: dict[int, float] = {}
+    for nbytes, times in ((1 << 10, 60), (1 << 22, 12)):
+        row, both = torch.zeros(nbytes // 4, device=engine.device), []
+        for _ in range(times):
+            number += 1
+            engine.world.barrier()
+            began = time.perf_counter()
+            if messages.rank == 0:
+                messages.send(row, 1, number)
+                messages.receive((len(row),), row.dtype, engine.device, 1, number).wait()
+            elif messages.rank == 1:
+                messages.receive((len(row),), row.dtype, engine.device, 0, number).wait()
+                messages.send(row, 0, number)
+            both.append(time.perf_counter() - began)
+        messages.finish()
+        found[nbytes] = statistics.median(both) / 2
+    messages.waits.clear()
+    engine.worker._noted.clear()
+    small, large = found[1 << 10], found[1 << 22]
+    return {"bytes_per_s": ((1 << 22) - (1 << 10)) / max(1e-9, large - small), "latency_s": small}
+
+
+def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
+    """On one rank: the link, seconds of the steps, and in which of them it waited."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    chosen, made = job(name, cuda, scale), outcore.Plan.from_json(plan)
+    if not cuda:
+        torch.set_num_threads(1)
+    with Engine(
+        chosen,
+        made,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
+        device=None if cuda else "cpu",
+    ) as engine:
+        link = _link(engine)
+        inputs, targets = (t.to(engine.device) for t in chosen.batch(1))
+        times = []
+        for _ in range(STEPS):
+            engine.world.barrier()
+            began = time.perf_counter()
+            loss = engine.step(inputs, targets)
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        events = [e for e in engine.timeline().events if e.rank == engine.rank]
+    halos = sum(e.end_s - e.start_s for e in events if e.kind == "halo" and e.stream == "receive")
+    return {"link": link, "step_s": times[SKIPPED:], "receiving_s": halos, "loss": loss}
+
+
+def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
+    one = parse("h200") if cuda else known()
+    device = one.devices[0]
+    return replace(one, devices=(device,) * ranks, between_devices=link, processors=1 if cuda else cores)
+
+
+def compare(name: str, grid: tuple[int, ...], costs: Costs, cuda: bool, cores: int, scale: float) -> dict[str, Any]:
+    chosen, ranks = job(name, cuda, scale), math.prod(grid)
+    assumed = _machine(cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=2e9, latency_s=1e-4))
+    plan = outcore.spatial.plan_grid(chosen, grid, machine=assumed, costs=costs)
+    found = launch(train, ranks, plan.to_json(), name, cuda, scale)
+    link = found[0]["link"]
+    where = _machine(
+        cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=link["bytes_per_s"], latency_s=link["latency_s"])
+    )
+    graph = chosen.capture(1)
+    timeline = predict_timeline(plan, graph, weights_on(where, graph, costs), links_of(where))
+    measured = max(statistics.median(rank["step_s"]) for rank in found)
+    return {
+        "network": name,
+        "grid": list(grid),
+        "spatial": dict(plan.spatial or {}),
+        "link": link,
+        "predicted_s": timeline.step_s,
+        "measured_s": measured,
+        "ratio": timeline.step_s / measured,
+        "ranks": found,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cores", type=int, default=2, help="To which all ranks are bound, on a CPU.")
+    parser.add_argument("--scale", type=float, default=1.0, help="Of the pixels of a side.")
+    parser.add_argument("--limit", type=float, default=150.0, help="Seconds after which no case is begun.")
+    parser.add_argument("--networks", nargs="*", default=["unet", "resnet", "chain"])
+    parser.add_argument("--grids", nargs="*", default=["1x2", "2x2"])
+    parser.add_argument("--measure", type=float, default=15.0, help="Seconds for the calls of a network.")
+    given = parser.parse_args()
+    cuda, began, rows = given.device == "cuda", time.monotonic(), list[dict[str, Any]]()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if not cuda:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    where = torch.cuda.get_device_name() if cuda else f"{platform.processor()}, {given.cores} cores"
+    name = f"times-{'gpu' if cuda else f'{given.cores}-cores'}"
+    with mps() as shared:
+        for network in given.networks:
+            if time.monotonic() - began > given.limit:
+                rows.append({"network": network, "error": "not begun: out of time"})
+                continue
+            try:
+                costs = measure(job(network, cuda, given.scale).capture(1), given.device, time_limit_s=given.measure)
+            except Exception as error:  # it stays in the table
+                rows.append({"network": network, "error": f"{type(error).__name__}: {error}"[:500]})
+                continue
+            torch.cuda.empty_cache()
+            for said in given.grids:
+                grid = tuple(int(n) for n in said.split("x"))
+                try:
+                    rows.append(compare(network, grid, costs, cuda, given.cores, given.scale))
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}"[:500]
+                    rows.append({"network": network, "grid": list(grid), "error": text})
+                print(_line(rows[-1]), flush=True)
+                document = {"device": where, "torch": torch.__version__, "mps": shared, "rows": rows}
+                (given.out / f"{name}.json").write_text(json.dumps(document, indent=1))
+    lines = ["| network | grid | predicted | measured | ratio | link |", "|---|---|---|---|---|---|", *map(_line, rows)]
+    (given.out / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def _line(row: dict[str, Any]) -> str:
+    grid = " x ".join(map(str, row.get("grid", ())))
+    if "error" in row:
+        return f"| {row['network']} | {grid} | {row['error'].splitlines()[0]} | | | |"
+    link = f"{row['link']['bytes_per_s'] / 1e9:.2f} GB/s, {row['link']['latency_s'] * 1e6:.0f} µs"
+    times = f"{row['predicted_s'] * 1e3:.1f} ms | {row['measured_s'] * 1e3:.1f} ms | {row['ratio']:.2f}"
+    return f"| {row['network']} | {grid} | {times} | {link} |"
+
+
+if __name__ == "__main__":
+    main()
