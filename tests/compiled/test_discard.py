@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from outcore.compiled.discard import discard
-from outcore.compiled.graph_gradients import GraphGradients
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
+from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
 
 
 class Network(nn.Module):
