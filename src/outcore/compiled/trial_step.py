@@ -62,13 +62,14 @@ def try_step(
         CompilationError: torch.compile cannot do it.
         PlanError: nothing is within the budget.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = [(p, p.grad) for p in parameters]
+    inputs = [t for _, t in leaves((args, kwargs), torch.Tensor) if t.is_leaf]
+    trained = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
+    gradients = [(t, t.grad) for t in trained]
     before = ModelState(model, state_tensors(model))
 
     def forget() -> None:
-        for p in parameters:
-            p.grad = None
+        for t in trained:
+            t.grad = None
 
     def step() -> None:
         output = run(*args, **kwargs)
@@ -99,8 +100,8 @@ def try_step(
         raise CompilationError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     finally:
         before.restore()
-        for p, gradient in gradients:
-            p.grad = gradient
+        for t, gradient in gradients:
+            t.grad = gradient
 
 
 def with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
