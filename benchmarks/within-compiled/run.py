@@ -21,7 +21,6 @@ for each peak of torch.compile ours at that peak, and how far predictions were o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -42,7 +41,7 @@ from benchmarks.frontier.__main__ import ENVIRONMENT, PRELOAD, Table  # noqa: E4
 from benchmarks.frontier.networks import NETWORKS  # noqa: E402
 from benchmarks.frontier.row import Settings  # noqa: E402
 from benchmarks.frontier.training import Case  # noqa: E402
-from benchmarks.frontier.turns import Asked, run_all  # noqa: E402
+from benchmarks.frontier.turns import Asked, Turn, run_all  # noqa: E402
 from benchmarks.frontier.ways import Ready, Rows, Way, peak_of  # noqa: E402
 
 BUDGETS = ("1.0", "0.1", "0.5", "0.7", "0.3")
@@ -114,13 +113,23 @@ def ways() -> list[Row]:
 
 
 def measured(case: Case, way: str, channels_last: bool, budget: int | None, settings: Settings, pipe: Any) -> None:
-    """What a process does: compiled steps are the same from the second on, and need no long warming up."""
-    with contextlib.suppress(ImportError):
-        import torch._functorch.config as functorch
+    """What a process does. Compiled steps are the same from the second on, and need no long warming up; the link to the
+    host is measured while nobody else has the device."""
+    from outcore.compiled import joint_graph
 
-        functorch.activation_memory_budget = 1.0
-    patch.object(row, "_STEADY", 3).start()
-    row.measured_in_a_process(case, way, channels_last, budget, settings, pipe)
+    row._prepare(settings.device)
+    turn = Turn.by(pipe, row._settle)
+    tier_below = joint_graph.tier_below
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        turn.take()
+        try:
+            return tier_below(*args, **kwargs)
+        finally:
+            turn.give()
+
+    with patch.object(row, "_STEADY", 3), patch.object(joint_graph, "tier_below", alone):
+        pipe.send(row.measure(case, way, channels_last, budget, settings, turn))
 
 
 class CompiledTable(Table):

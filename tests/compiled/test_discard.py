@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
 from outcore.compiled.discard import discard
-from outcore.compiled.graph_gradients import GraphGradients
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
 
 
 class Network(nn.Module):
@@ -157,3 +159,13 @@ def test_gradients_in_memory_that_is_written_again_add_up_and_can_be_kept(watche
         if one is not None and one is not kept[1][0] and one is not kept[4][0]  # of which more was added
     )
     assert same == watched, "without being watched they are overwritten"
+
+
+def test_steps_that_are_tried_leave_no_gradients() -> None:
+    model, x = Network(False), torch.randn(3, 4, requires_grad=True)
+    x.grad = held = torch.ones(3, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    settings = CompileSettings(None, OptimizerCost.of(0.0), kernels=False)
+    install_compiled_forward(model, (x,), {}, settings)
+    assert x.grad is held and torch.equal(held, torch.ones(3, 4))
+    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

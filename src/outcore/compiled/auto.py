@@ -67,7 +67,7 @@ def _step_s(
     model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, loss: Callable[[Any], torch.Tensor] | None
 ) -> float:
     """What a forward and backward take, the fastest of some; the model is put back as it was."""
-    from outcore.compiled.trial_arguments import total_of, with_content
+    from outcore.compiled.trial_step import total_of, with_content
 
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     given, named = with_content(*arguments_as_called(model, args, kwargs), device)

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from outcore.compiled.discard import discard, recorded_functions
-from outcore.compiled.graph_gradients import GraphGradients
 from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
 from outcore.compiled.lifetimes import Way
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
 from outcore.compiled.plan import CompiledPlan
+from outcore.compiled.room import Room, room_of
 from outcore.compiled.torch_partitioner import (
     CompilationError,
     Partitioner,
@@ -37,12 +37,12 @@ from outcore.compiled.torch_partitioner import (
     compiling,
     without_autograd_cache,
 )
-from outcore.compiled.trial_arguments import distinct_bytes, with_content
-from outcore.compiled.trial_step import try_step
+from outcore.compiled.trial_step import try_step, with_content
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
+from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.saved_tensors.live_forward import is_looked_at
 
@@ -55,8 +55,6 @@ the traced graph has them, which is how the backward expects them back; and memo
 the next one of its size, so that what comes back finds it."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
-_MARGIN = {"cuda": 0.02}
-"""Share of the budget that is left free for what predictions miss."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class CompiledForward:
         if entry is None:
             self._refuse_sharded_blocks()
             copies = True if self.plan is not None and self.plan.offloaded_bytes else None
-            entry = self.entries[key] = self.entry(self.budget(args, kwargs), copies=copies)
+            entry = self.entries[key] = self.entry(self.budget(self.room(args, kwargs)), copies=copies)
             entry.chooser.ends = False  # this is a step of training
         if entry.ready:
             with without_autograd_cache():
@@ -226,25 +224,14 @@ class CompiledForward:
         if entry is None:
             self.entries.clear()
 
-    def own_bytes(self, args: Any, kwargs: Any) -> tuple[int, int]:
-        """What is there throughout a step: weights, the arguments, optimizer state; and the most that the optimizer's
-        own step adds to it."""
-        sizes = {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad}
-        state = self.settings.optimizer.state_bytes(sizes)
-        weights = distinct_bytes([*self.model.parameters(), *self.model.buffers()])
-        given = distinct_bytes(
-            [t for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == self.device.type]
-        )
-        update = sum(sizes.values()) + self.settings.optimizer.workspace_bytes(sizes)
-        return weights + given + state, update
+    def room(self, args: Any, kwargs: Any) -> Room:
+        """What is there beside the values of a step."""
+        return room_of(self.model, args, kwargs, self.settings.optimizer, self.device, graphs=self.as_graphs)
 
-    def budget(self, args: Any, kwargs: Any) -> int | None:
+    def budget(self, room: Room) -> int | None:
         """What is left for the values of a step."""
         budget = self.settings.budget_bytes
-        if budget is None:
-            return None
-        margin = int(_MARGIN.get(self.device.type, 0.0) * budget)
-        return budget - self.own_bytes(args, kwargs)[0] - margin - self.corrected_bytes
+        return None if budget is None else room.left(budget, self.corrected_bytes)
 
     def compile_first(self, args: Any, kwargs: Any) -> CompiledPlan:
         """Compile for the first call, try a step, and correct.
@@ -254,10 +241,10 @@ class CompiledForward:
             PlanError: the budget is too small.
         """
         args, kwargs = with_content(args, kwargs, self.device)
-        own, update = self.own_bytes(args, kwargs)
-        budget = self.settings.budget_bytes
-        if budget is not None and own + update > budget:
-            raise _refusal(budget, own + update, "the weights with their gradients and the optimizer alone")
+        room = self.room(args, kwargs)
+        own, budget = room.own_bytes, self.settings.budget_bytes
+        if budget is not None and own + room.update_bytes > budget:
+            raise _refusal(budget, own + room.update_bytes, "the weights with their gradients and the optimizer alone")
         if budget is not None and self.device.type == "cuda":
             grow_segments_from_now_on()
         key = self.key(args, kwargs)
@@ -265,22 +252,22 @@ class CompiledForward:
         best: tuple[float, _Entry, CompiledPlan] | None = None
         undecided = None if self.rates.link is not None else False
         for _ in range(_COMPILATIONS):
-            room = self.budget(args, kwargs)
+            left = self.budget(room)
             try:
-                known = self._together(known, room, own)
+                known = self._together(known, room)
             except PlanError:
                 if best is None:
                     raise
                 break
             copies = any(p.chosen.ways for p in known) if known else undecided
-            entry = self.entry(room, known, copies=copies)
+            entry = self.entry(left, known, copies=copies)
             start = time.perf_counter()
             try:
                 taken = self._try(entry, args, kwargs)
             except CompilationError:
                 if not entry.chooser.needs_copies:
                     raise
-                entry = self.entry(room, known, copies=True)
+                entry = self.entry(left, known, copies=True)
                 taken = self._try(entry, args, kwargs)
             self.compile_s += time.perf_counter() - start
             pieces = entry.chooser.pieces
@@ -290,7 +277,7 @@ class CompiledForward:
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
             asked, known = [_kept(p) for p in known], pieces
             self.measured_bytes = None if taken is None else own + taken
-            plan = self._plan(known, own, update)
+            plan = self._plan(known, room)
             step_s = self.measured_s if self.measured_s is not None else plan.seconds
             if budget is None:
                 best = step_s, entry, plan
@@ -302,27 +289,28 @@ class CompiledForward:
                 self.discard(worse)
             if best is not None and self.as_graphs:
                 break  # what is recorded later in the same memory would make it larger for good
-            missed = (taken - peak_of([p.chosen for p in known])) if taken is not None else int(0.1 * budget)
+            expected = peak_of([p.chosen for p in known]) + room.fixed_bytes
+            missed = taken - expected if taken is not None else int(0.1 * budget)
             if best is None:
                 self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
-            elif not self._worthwhile(known, asked, own, missed, args, kwargs):
+            elif not self._worthwhile(known, asked, missed, room):
                 break
         if best is None:
             assert budget is not None
-            raise _refusal(budget, self._least(known, own), "the smallest step that was found")
+            raise _refusal(budget, self._least(known, room), "the smallest step that was found")
         _, entry, self.plan = best
         if not self.plan.offloaded_bytes:  # what was only tried gives its room back
             self.reservation = entry.chooser.reservation = Reservation(self.device)
         self.entries[key] = entry
         return self.plan
 
-    def _worthwhile(self, known: list[Piece], asked: list[Any], own: int, missed: int, args: Any, kwargs: Any) -> bool:
+    def _worthwhile(self, known: list[Piece], asked: list[Any], missed: int, room: Room) -> bool:
         """Whether a step that fits should be compiled once more: pieces that were chosen one after the other may do
         better together, and a prediction that was too high has left room."""
         before = self.corrected_bytes
         self.corrected_bytes = missed if missed < 0 else before
         try:
-            together = self._together(known, self.budget(args, kwargs), own)
+            together = self._together(known, room)
         except PlanError:
             self.corrected_bytes = before
             return False
@@ -330,24 +318,23 @@ class CompiledForward:
         gained = sum(p.chosen.seconds for p in together) < _FASTER * sum(p.chosen.seconds for p in known)
         return gained and new != asked
 
-    def _together(self, known: list[Piece], room: int | None, own: int) -> list[Piece]:
+    def _together(self, known: list[Piece], room: Room) -> list[Piece]:
         """Choose again for pieces that are known."""
         if not known:
             return []
-        chosen = None
+        chosen, left = None, self.budget(room)
         if self.device.type != "cuda":  # whose rates are too rough to say which is faster: a copy, or making it again
-            chosen = choose_together([p.frontier.without_copies() for p in known], room)
+            chosen = choose_together([p.frontier.without_copies() for p in known], left)
         if chosen is None:
-            chosen = choose_together([p.frontier for p in known], room)
+            chosen = choose_together([p.frontier for p in known], left)
         if chosen is None:
             assert self.settings.budget_bytes is not None
-            raise _refusal(self.settings.budget_bytes, self._least(known, own), "the smallest step that was found")
+            raise _refusal(self.settings.budget_bytes, self._least(known, room), "the smallest step that was found")
         return [replace(piece, chosen=point) for piece, point in zip(known, chosen, strict=True)]
 
-    def _least(self, pieces: list[Piece], own: int) -> int:
+    def _least(self, pieces: list[Piece], room: Room) -> int:
         """The smallest budget that would do, with what predictions were seen to miss."""
-        smallest = own + peak_of([p.frontier.least for p in pieces]) + self.corrected_bytes
-        return int(smallest / (1 - _MARGIN.get(self.device.type, 0.0))) + 1
+        return room.least(peak_of([p.frontier.least for p in pieces]), self.corrected_bytes)
 
     def _try(self, entry: _Entry, args: Any, kwargs: Any) -> int | None:
         """What a step takes beside what is there throughout; none if it does not fit on the device at all."""
@@ -367,14 +354,15 @@ class CompiledForward:
         self.measured_s, self.skipped = tried.seconds, tried.skipped
         return tried.taken_bytes
 
-    def _plan(self, pieces: list[Piece], own: int, update: int) -> CompiledPlan:
+    def _plan(self, pieces: list[Piece], room: Room) -> CompiledPlan:
+        own, update = room.own_bytes, room.update_bytes
         chosen, fastest = [p.chosen for p in pieces], [p.fastest for p in pieces]
         return CompiledPlan(
             budget_bytes=self.settings.budget_bytes,
-            peak_bytes=own + max(peak_of(chosen) + self.corrected_bytes, update),
-            fastest_bytes=own + max(peak_of(fastest), update),
+            peak_bytes=own + max(peak_of(chosen) + room.fixed_bytes + self.corrected_bytes, update),
+            fastest_bytes=own + max(peak_of(fastest) + room.workspace_bytes, update),
             plain_bytes=self.settings.plain_bytes,
-            least_bytes=own + max(peak_of([p.frontier.least for p in pieces]), update),
+            least_bytes=own + max(peak_of([p.frontier.least for p in pieces]) + room.fixed_bytes, update),
             measured_bytes=self.measured_bytes,
             measured_s=self.measured_s,
             corrected_bytes=self.corrected_bytes,

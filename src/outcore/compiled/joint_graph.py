@@ -87,6 +87,10 @@ class JointGraph:
         self.fixed = [node in partition.fixed for node in self.nodes]
         self.fusible = [node in partition.fusible or _scatters_constants(node) for node in self.nodes]
         self.reduces = [_name(node) in _REDUCTIONS for node in self.nodes]
+        self.by_rows = [self.reduces[i] and _reduces_rows(node) for i, node in enumerate(self.nodes)]
+        """Whether a reduction is over the last dimensions alone."""
+        self.elements = [max(map(_elements, (node, *node.all_input_nodes))) for node in self.nodes]
+        """Over how many numbers the kernel of an operation goes."""
         self.joins = [_name(node) == "cat" for node in self.nodes]
         self.source = [self._source(number) for number in range(count)]
         """What a view views, an element is an element of; itself otherwise."""
@@ -179,6 +183,22 @@ def _channels_are_last(value: torch.Tensor) -> bool:
 def _name(node: fx.Node) -> str:
     target = node.target
     return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _reduces_rows(node: fx.Node) -> bool:
+    """Whether the dimensions that a reduction is over are the last ones, in the order of memory."""
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(value, torch.Tensor) or not isinstance(dims, int | list | tuple):
+        return False
+    over = {int(d) % max(1, value.dim()) for d in ([dims] if isinstance(dims, int) else dims) if isinstance(d, int)}
+    order = sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
+    return 0 < len(over) < value.dim() and set(order[value.dim() - len(over) :]) == over
 
 
 def _scatters_constants(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from outcore.compiled.copy_times import EARLY, copies_back, copies_out
+from outcore.compiled.fused_times import kernel_seconds
 from outcore.compiled.joint_graph import JointGraph
 
 __all__ = ["Held", "Moment", "StepOfGraph", "Way", "step_of"]
@@ -304,8 +305,6 @@ def _kernels(graph: JointGraph, order: list[int], leaving: set[int]) -> _Kernels
     nodes: list[int] = []
     kernel_reads: list[tuple[int, ...]] = []
     writes: list[tuple[int, ...]] = []
-    seconds: list[float] = []
-    size, rates = graph.bytes, graph.rates
     nothing: frozenset[int] = frozenset()
     for i in order:
         if source[i] != i or (graph.whole[i] in inside):
@@ -330,9 +329,7 @@ def _kernels(graph: JointGraph, order: list[int], leaving: set[int]) -> _Kernels
         nodes.append(i)
         kernel_reads.append(tuple(found))
         writes.append(parts or (i,))
-        traffic = sum(size[s] for s in found) + sum(size[s] for s in writes[-1])
-        seconds.append(max(graph.seconds[i], traffic / rates.bytes_per_s) + rates.launch_s)
-    return _Kernels(nodes, kernel_reads, writes, seconds)
+    return _Kernels(nodes, kernel_reads, writes, kernel_seconds(graph, nodes, kernel_reads, writes))
 
 
 def _sweep(

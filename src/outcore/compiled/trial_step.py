@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.compiled.discard import unused_in_pools
 from outcore.compiled.measured_peak import measured_peak, standing_bytes, step_seconds
 from outcore.compiled.torch_partitioner import CompilationError, compiling
-from outcore.compiled.trial_arguments import total_of
 from outcore.errors import PlanError
 from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Tried", "try_step"]
+__all__ = ["Tried", "distinct_bytes", "total_of", "try_step", "with_content"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ def try_step(
         CompilationError: torch.compile cannot do it.
         PlanError: nothing is within the budget.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = [(p, p.grad) for p in parameters]
+    inputs = [t for _, t in leaves((args, kwargs), torch.Tensor) if t.is_leaf]
+    trained = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
+    gradients = [(t, t.grad) for t in trained]
     before = ModelState(model, state_tensors(model))
 
     def forget() -> None:
-        for p in parameters:
-            p.grad = None
+        for t in trained:
+            t.grad = None
 
     def step() -> None:
         output = run(*args, **kwargs)
@@ -98,5 +100,31 @@ def try_step(
         raise CompilationError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     finally:
         before.restore()
-        for p, gradient in gradients:
-            p.grad = gradient
+        for t, gradient in gradients:
+            t.grad = gradient
+
+
+def with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to run with: numbers where only shapes were given."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            return tensor
+        make = torch.randn if tensor.dtype.is_floating_point else torch.zeros
+        return make(tuple(tensor.shape), dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)
+    return found
+
+
+def distinct_bytes(tensors: list[torch.Tensor]) -> int:
+    """The bytes of tensors, shared memory once."""
+    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
+
+
+def total_of(output: Any) -> torch.Tensor:
+    """The sum of all results that lead back to parameters."""
+    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
+    if not found:
+        raise CompilationError("nothing that this model returns leads back to a parameter that requires a gradient")
+    return torch.stack([t.float().sum() for t in found]).sum()
