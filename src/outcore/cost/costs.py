@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from outcore.cost.saved import Saved
-from outcore.documents import read_json
+from outcore.documents import read_json, write_text
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
 from outcore.machine.clock import TimedRuns
@@ -234,7 +234,7 @@ class Costs:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

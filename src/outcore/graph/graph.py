@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outcore.documents import read_json
+from outcore.documents import read_json, write_text
 from outcore.errors import OutcoreError, suggest
 from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
@@ -216,7 +216,7 @@ class Graph:
 
     def save(self, path: str | Path) -> None:
         """Write the graph as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:

@@ -149,7 +149,7 @@ class Machine:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(target.name + ".part")
-        aside.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        aside.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
         aside.replace(target)
 
     @classmethod

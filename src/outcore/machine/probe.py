@@ -198,5 +198,5 @@ def _recall(path: Path, facts: dict[str, dict[str, Any]]) -> Measures:
 def _remember(path: Path, measures: Measures) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps({"version": VERSION, "measures": measures}, indent=2) + "\n")
+    aside.write_text(json.dumps({"version": VERSION, "measures": measures}, indent=2) + "\n", encoding="utf-8")
     aside.replace(path)
