@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def test_spack_asks_for_what_the_project_needs() -> None:
     assert {"slides", "calibrate", "tune", "log", "cuda"} == {value for kind, value in named if kind == "variant"}
     assert ("version", PROJECT["version"]) in named
     assert [node.name for node in tree.body if isinstance(node, ast.ClassDef)] == ["PyOutcore"]
+
+
+def test_spack_s_recipe_has_spack_s_style() -> None:
+    """`spack style` runs black, isort and flake8 on lines of 99 characters; ruff has the same rules."""
+    recipe = str(PACKAGING / "spack/package.py")
+    for words in (["format", "--check"], ["check", "--select", "E,F,W,I"]):
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", "--isolated", "--line-length", "99", recipe]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_conda_asks_for_what_the_project_needs() -> None:

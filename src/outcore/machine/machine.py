@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outcore.documents import read_json
+from outcore.documents import read_json, write_text
 from outcore.errors import MachineError
 from outcore.machine.device import PRECISIONS, Device
 from outcore.machine.document import MACHINE
@@ -146,11 +146,8 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON; a reader never sees half a file."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(target.name + ".part")
-        aside.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
-        aside.replace(target)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
