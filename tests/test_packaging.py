@@ -51,6 +51,26 @@ def test_spack_s_recipe_has_spack_s_style() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("left_with", "ends_with", "queued"), [(0, 0, False), (1, 1, False), (138, 0, True)])
+def test_a_slurm_job_whose_time_is_up_goes_back_into_the_queue(
+    left_with: int, ends_with: int, queued: bool, tmp_path: Path
+) -> None:
+    commands = {"srun": f'echo "srun $*"; exit {left_with}', "scontrol": 'echo "scontrol $*"'}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(PACKAGING / "slurm/train.sbatch"), "run.yaml", "train.epochs=2"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ends_with, done.stderr
+    assert "outcore train run.yaml train.epochs=2" in done.stdout
+    assert ("scontrol requeue 7" in done.stdout) is queued
+
+
 def test_conda_asks_for_what_the_project_needs() -> None:
     recipe = yaml.safe_load((PACKAGING / "conda/recipe.yaml").read_text())
     run = dict(row.split(" >=") for row in recipe["requirements"]["run"])
