@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,35 @@ def test_spack_asks_for_what_the_project_needs() -> None:
     assert {"slides", "calibrate", "tune", "log", "cuda"} == {value for kind, value in named if kind == "variant"}
     assert ("version", PROJECT["version"]) in named
     assert [node.name for node in tree.body if isinstance(node, ast.ClassDef)] == ["PyOutcore"]
+
+
+def test_spack_s_recipe_has_spack_s_style() -> None:
+    """`spack style` runs black, isort and flake8 on lines of 99 characters; ruff has the same rules."""
+    recipe = str(PACKAGING / "spack/package.py")
+    for words in (["format", "--check"], ["check", "--select", "E,F,W,I"]):
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", "--isolated", "--line-length", "99", recipe]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("left_with", "ends_with", "queued"), [(0, 0, False), (1, 1, False), (138, 0, True)])
+def test_a_slurm_job_whose_time_is_up_goes_back_into_the_queue(
+    left_with: int, ends_with: int, queued: bool, tmp_path: Path
+) -> None:
+    commands = {"srun": f'echo "srun $*"; exit {left_with}', "scontrol": 'echo "scontrol $*"'}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(PACKAGING / "slurm/train.sbatch"), "run.yaml", "train.epochs=2"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ends_with, done.stderr
+    assert "outcore train run.yaml train.epochs=2" in done.stdout
+    assert ("scontrol requeue 7" in done.stdout) is queued
 
 
 def test_conda_asks_for_what_the_project_needs() -> None:

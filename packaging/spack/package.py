@@ -1,5 +1,6 @@
 # ruff: noqa: F403, F405
-"""Spack recipe of outcore: copy into a repository of yours as packages/py-outcore/package.py (py_outcore in new ones).
+"""Spack recipe of outcore: copy it into a repository of yours as packages/py-outcore/package.py
+(py_outcore in new ones).
 
 `packaging/stamp.py` writes version and checksum of a release into it.
 """

@@ -15,7 +15,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLOURS", "Axes", "Span", "bytes_unit", "document", "legend", "line", "rectangle", "text", "time_unit"]
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "Axes",
+    "Span",
+    "bytes_unit",
+    "document",
+    "legend",
+    "line",
+    "rectangle",
+    "text",
+    "time_unit",
+]
 
 COLOURS = {
     "blue": "#0072b2",
@@ -29,6 +41,8 @@ COLOURS = {
     "light": "#e3e7ea",
     "ink": "#1f2830",
 }
+DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2 2 2 2 2", "12 6")
+"""How lines that may lie on each other are broken, so that what is below shows through."""
 FONT = "Helvetica,Arial,'Liberation Sans',sans-serif"
 SIZE, SMALL = 13, 11.5
 WIDE = 0.56
@@ -102,10 +116,19 @@ class Axes:
             f'<g transform="rotate(-90 15 {middle:.1f})">{text(15, middle, self.y.name, "middle")}</g>',
         ]
 
-    def path(self, points: Iterable[tuple[float, float]], colour: str, *, width: float = 2, hint: str = "") -> str:
-        """A line through points, cut off at the upper edge."""
+    def path(
+        self,
+        points: Iterable[tuple[float, float]],
+        colour: str,
+        *,
+        width: float = 2,
+        hint: str = "",
+        dash: str = "",
+    ) -> str:
+        """A line through points, cut off at the upper edge; unbroken, or with dashes and gaps of these lengths."""
         places = " ".join(f"{x:.1f},{max(y, self.top):.1f}" for x, y in (self.at(*p) for p in points))
         style = f'fill="none" stroke="{COLOURS[colour]}" stroke-width="{width:g}" stroke-linejoin="round"'
+        style += f' stroke-dasharray="{dash}"' if dash else ""
         return f'<polyline {style} points="{places}">{_hint(hint)}</polyline>'
 
     def point(self, x: float, y: float, colour: str, *, size: float = 4, hint: str = "") -> str:

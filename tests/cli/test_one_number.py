@@ -1,14 +1,18 @@
-"""One number for each quantity: the peak of a plain step is the same in every command, and shares are shares of it."""
+"""One number for each quantity: time and peak of a plain step are the same in every command, and shares are shares of
+them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import outcore
+from outcore.machine import format_time
 from tests.cli.command import Shown, outcore_command
 
 JOB = """
@@ -38,9 +42,13 @@ def run(*words: str, code: int = 0) -> Shown:
     return shown
 
 
+def profiled(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("profile", *words, "--json").stdout)["profiles"][0]
+    return found
+
+
 def plain_peak(*words: str) -> int:
-    found = json.loads(run("profile", *words, "--json").stdout)["profiles"][0]
-    return int(found["memory"]["peak_bytes"])
+    return int(profiled(*words)["memory"]["peak_bytes"])
 
 
 @pytest.fixture
@@ -51,19 +59,44 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("job", ["", LOSS], ids=["loss not given", "loss of every pixel"], indirect=True)
-def test_the_plain_peak_is_the_same_in_every_command(job: str, tmp_path: Path) -> None:
-    peak = plain_peak(job)
-    assert peak > 0
+def test_a_plain_step_is_the_same_in_every_command(job: str, tmp_path: Path) -> None:
+    plain = profiled(job)
+    peak, step_s = int(plain["memory"]["peak_bytes"]), plain["step_s"]
+    assert peak > 0 and plain["per_second"] == pytest.approx(plain["batch"] / step_s)
     said = run("plan", job).stdout
     shown = f"{peak / 2**10:.1f} KiB"
     assert f"of plain {shown})" in said and f"\n{shown} " in said  # the plan, and the first row of its frontier
+    assert said.count(f" {format_time(step_s)} ") == 2 and f"plain: {format_time(step_s)} a step" in said
     assert json.loads(run("verify", job, "--json", "--memory", "90%").stdout)["plain_bytes"] == peak
     said = run("train", job, "--steps", "2", "--device", "cpu", "--memory", "150%", "--out", "run").stdout
     assert f"{1.5 * peak / 2**10:.1f} KiB, 150% of a plain step's" in said
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["forecast"]["peak_bytes"] == peak
+    assert facts["forecast"]["step_s"] == pytest.approx(step_s, rel=1e-6)
     if (tmp_path / "job.py").read_text().endswith(LOSS):
         assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("job", [LOSS], ids=[""], indirect=True)
+@pytest.mark.parametrize("on", [[], ["--on", "v100"]], ids=["here", "on a GPU"])
+def test_a_step_takes_the_same_time_by_every_plan(job: str, on: list[str]) -> None:
+    step_s = profiled(job, *on)["step_s"]
+    one = json.loads(run("plan", job, *on, "--devices", "1", "-o", "one.json", "--json").stdout)
+    assert one["plan"]["predicted"]["time_s"] == pytest.approx(step_s, rel=1e-9)
+    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=0.01 if not on else 0.05)
+    # Each of two replicas computes what one device alone does, and waits for the gradients of the other.
+    made = outcore.Plan.load("one.json")
+    replace(made, replicas=2, policy={}).save("two.json")
+    rank = simulated(job, "two.json", "-b", "2", *on)
+    assert step_s * 0.95 <= rank["compute"] <= step_s * 1.05 and rank["end"] > rank["compute"]
+
+
+def simulated(*words: str) -> dict[str, float]:
+    """When a step ends, and what rank 0 computes in it."""
+    timeline = json.loads(run("simulate", *words, "--json").stdout)
+    rows = [dict(zip(timeline["fields"], event, strict=True)) for event in timeline["events"]]
+    computing = [row["end_s"] - row["start_s"] for row in rows if row["rank"] == 0 and row["stream"] == "compute"]
+    return {"end": max(row["end_s"] for row in rows), "compute": sum(computing)}
 
 
 @pytest.mark.parametrize("job", [LOSS], ids=[""], indirect=True)

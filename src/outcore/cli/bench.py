@@ -14,7 +14,7 @@ from outcore.bench.families import FAMILIES, family
 from outcore.bench.suite import BenchResult, FamilyResult, run_suite
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Json
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import MapOf
 from outcore.errors import OutcoreError
 from outcore.machine import format_bytes, format_time, known
@@ -53,9 +53,9 @@ def bench(
 
     def save(found: BenchResult) -> None:
         if output is not None:
-            output.write_text(json_module.dumps(found.to_json(), indent=1) + "\n")
+            write_text(output, json_module.dumps(found.to_json(), indent=1) + "\n")
         if page is not None:
-            page.write_text(found.page())
+            write_text(page, found.page())
 
     with working("training", quiet=json):
         found = run_suite(names, reduced=small, seconds=seconds, device=device, each=save)

@@ -13,6 +13,7 @@ import typer
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.documents.reading import write_text
 from outcore.errors import OutcoreError
 
 __all__ = ["explore"]
@@ -91,7 +92,7 @@ def explore(
         with working(f"looking at {job}", quiet=json):
             made = explore_bundle(settings)
         if export is not None:
-            export.write_text(explore_page(made), encoding="utf-8")
+            write_text(export, explore_page(made))
         if json:
             typer.echo(json_module.dumps(made))
         wrote(export)

@@ -13,6 +13,7 @@ from rich.table import Table
 from outcore import report
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.documents.reading import write_text
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine.units import format_bytes
@@ -84,9 +85,9 @@ def graph(
         found[path]
 
     if svg is not None:
-        svg.write_text(_picture(found, form, depth, opened, shade, on))
+        write_text(svg, _picture(found, form, depth, opened, shade, on))
     if html is not None:
-        html.write_text(report.page(report.bundle(found, depth=depth)))
+        write_text(html, report.page(report.bundle(found, depth=depth)))
     console = Console()
     if json:
         typer.echo(json_module.dumps(found.to_json(), indent=1))

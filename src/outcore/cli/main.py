@@ -161,6 +161,16 @@ def _options(
 
 def main() -> None:
     """Run the command; every `OutcoreError` becomes one message and an exit code."""
+    from outcore.cli.common.streams import finish_streams, readable_streams
+
+    readable_streams()
+    try:
+        _run()
+    finally:
+        finish_streams()
+
+
+def _run() -> None:
     from outcore.cli.common.wording import typed
     from outcore.errors import OutcoreError
 
@@ -172,7 +182,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        typer.echo(f"{error.filename or 'file'}: {error.strerror or error}", err=True)
+        typer.echo(f"{error.filename or 'what was to be written'}: {error.strerror or error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -7,7 +7,6 @@ Where no policy meets the budget, images are streamed in tiles, and the plan say
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -20,6 +19,7 @@ from outcore.cost.predicted.estimate import estimate
 from outcore.cost.predicted.rough import without_gaps
 from outcore.cost.profile import loss_bytes_of_job
 from outcore.cost.profile import profile as make_profile
+from outcore.documents.reading import write_text
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
@@ -58,15 +58,22 @@ def plan_on_one_device(
     plain = make_profile(job, device, size=batch)
     held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=batch)
     with working("planning", quiet=json):
-        step = fit_one_device(graph, costs, where, budget_bytes, optimizer=optimizer, loss_bytes=held)
+        step = fit_one_device(
+            graph,
+            costs,
+            where,
+            budget_bytes,
+            optimizer=optimizer,
+            loss_bytes=held,
+            plain_s=plain.step.step_s,
+            plain_bytes=plain.memory.peak_bytes,
+        )
     made = step.plan
     if isinstance(made, StreamedStep):
         _show_tiles(graph, device.name, budget_bytes, step, output=output, json=json)
         return
-    plain_s = make_profile(job, device, size=batch).step.step_s
     with working("searching for faster and smaller steps", quiet=json):
         found = frontier(made.keeping, known=[made.assignment])
-    made = replace(made, known_plain_bytes=plain.memory.peak_bytes)
     document = made.document()
     if output is not None:
         document.save(output)
@@ -82,7 +89,7 @@ def plan_on_one_device(
             plain_s=plain_s,
             plain_bytes=plain_peak,
         )
-        svg.write_text(drawn)
+        write_text(svg, drawn)
     wrote(output, svg)
     if json:
         plan, points = document.to_json(), frontier_json(made.keeping, found, plain_s=plain_s)

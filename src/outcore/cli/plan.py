@@ -16,12 +16,14 @@ from outcore.cli.one_device import plain_bytes, plan_on_one_device
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
 from outcore.cost.profile import loss_bytes_of_job
+from outcore.documents.reading import write_text
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_budget
 from outcore.planner import SCHEDULES, CallWeights, plan_vertically
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.lower import predicted_by
 from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of, weights_on
 from outcore.program import Timeline, chart, rich_gantt, save_trace
@@ -106,14 +108,16 @@ def plan(
     if count == 1 and grid is None and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
+    costs = estimate(graph, where)
+    beside = LossAndUpdate.of(found, graph, costs, where, batch or chosen)
     if grid is not None:
-        made = plan_grid(graph, _grid(grid), devices=count, memory=budget, machine=where)
+        made = plan_grid(graph, _grid(grid), devices=count, memory=budget, machine=where, costs=costs, beside=beside)
         if output is not None:
             made.save(output)
         typer.echo(json_module.dumps(made.to_json(), indent=1) if json else str(made))
         wrote(output)
         return
-    weights = weights_on(where, graph)
+    weights = weights_on(where, graph, costs, beside)
     wanted: dict[str, Any] = {
         "memory_bytes": budget,
         "schedule": schedule,
@@ -140,6 +144,8 @@ def plan(
                 balance=cast("Any", balance),
                 granularity=granularity,
                 batch_norm=cast("Any", batch_norm),
+                costs=costs,
+                beside=beside,
             )
     if chosen is not None and chosen > found.size:
         said = f"a step trains on {chosen} samples, one for each device; --batch {found.size} for the job's own batch"
@@ -184,18 +190,20 @@ def simulate(
         shown = "this machine" if machine is None else machine
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
-    graph = found.capture(batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None))
+    size = batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None)
+    graph = found.capture(size)
+    costs = estimate(graph, where)
     if made.stream is not None:
         optimizer = OptimizerCost.of(found.optimizer or 2.0, where.devices[0].kind)
-        costs = estimate(graph, where)
         held = loss_bytes_of_job(found, graph, costs, where.devices[0], optimizer, size=batch)
         timeline = simulate_tiles(made, graph, costs, where, optimizer=optimizer, loss_bytes=held)
     else:
-        timeline = _timeline(made, graph, weights_on(where, graph), where)
+        beside = LossAndUpdate.of(found, graph, costs, where, size)
+        timeline = _timeline(made, graph, weights_on(where, graph, costs, beside), where)
     if trace is not None:
         save_trace(timeline, trace)
     if svg is not None:
-        svg.write_text(chart(timeline))
+        write_text(svg, chart(timeline))
     if json:
         typer.echo(json_module.dumps(timeline.to_json()))
     else:
@@ -223,7 +231,7 @@ def _machine(name: str | None) -> Machine:
 
 def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
     try:
-        read = json_module.loads(path.read_text())
+        read = json_module.loads(path.read_text(encoding="utf-8"))
         return tuple(tuple(str(name) for name in stage) for stage in read)
     except (json_module.JSONDecodeError, TypeError) as error:
         message = f'{path} must be a list of lists of blocks, like [["stem", "layer1"], ["layer2"]]: {error}'

@@ -18,6 +18,7 @@ from outcore.cli.common.options import Arguments, Inputs, JobName, Json
 from outcore.cost.predicted.scaling import Scaling
 from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile
+from outcore.documents.reading import write_text
 from outcore.job import Job
 from outcore.machine import Device, Machine, known, parse
 from outcore.planner.memory.evaluate import StepModel
@@ -99,12 +100,12 @@ def profile(
     chain = _chain(shown, quiet=json) if scan else None
     beside: Path | None = None
     if svg is not None:
-        svg.write_text(profile_svg(shown))
+        write_text(svg, profile_svg(shown))
         if curve is not None:
             name = f"{shown.job} on {device.name}"
             drawn = frontier_svg(*curve, name=name, plain_s=shown.step.step_s)
             beside = svg.with_name(f"{svg.stem}-frontier{svg.suffix}")
-            beside.write_text(drawn)
+            write_text(beside, drawn)
     document: dict[str, Any] = {"profiles": [shown.to_json()], "largest_batch": best}
     if curve is not None:
         document["frontier"] = frontier_json(*curve, plain_s=shown.step.step_s)
@@ -155,7 +156,7 @@ def _show_sizes(
     else:
         profiles = [_one(job, device, size, False, seconds, quiet=True) for size in sizes]
     if svg is not None and profiles:
-        svg.write_text(profile_svg(profiles[-1]))
+        write_text(svg, profile_svg(profiles[-1]))
     document: dict[str, Any] = {"profiles": [p.to_json() for p in profiles], "scaling": found.to_json()}
     if not sides:
         document["largest_batch"] = found.largest
@@ -194,7 +195,7 @@ def from_measured(found: Scaling, profiles: dict[int, Profile]) -> Scaling:
 
 def _write(document: dict[str, Any], output: Path | None, json: bool) -> None:
     if output is not None:
-        output.write_text(json_module.dumps(document) + "\n")
+        write_text(output, json_module.dumps(document) + "\n")
     if json:
         typer.echo(json_module.dumps(document))
 

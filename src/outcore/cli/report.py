@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from outcore.cli.common.options import Json
+from outcore.documents.reading import write_text
 
 __all__ = ["report"]
 
@@ -33,7 +34,7 @@ def report(
         return
     target = output or run / "report.html"
     made = page(run_bundle(run))
-    target.write_text(made, encoding="utf-8")
+    write_text(target, made)
     typer.echo(f"wrote {target}")
     if show:
         typer.launch(target.resolve().as_uri())

@@ -87,7 +87,7 @@ def train(
         config = Config.read({"job": job, "out": f"runs/{name}"}, words)
     code = run(config, Console(quiet=json))
     if json:
-        typer.echo((Path(config.out) / "run.json").read_text())
+        typer.echo((Path(config.out) / "run.json").read_text(encoding="utf-8"))
     raise typer.Exit(code)
 
 

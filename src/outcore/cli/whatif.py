@@ -14,6 +14,7 @@ from rich.table import Table
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.documents.reading import write_text
 from outcore.errors import WhatIfError
 from outcore.job import Job
 from outcore.machine import Device, known, parse
@@ -146,7 +147,7 @@ def whatif(
                 shown = replace(scaled, job=f"{scaled.job} with {text}") if text else scaled
                 show("scaling", shown, scaling_table(shown))
                 if svg is not None:
-                    svg.write_text(scaling_svg(shown))
+                    write_text(svg, scaling_svg(shown))
     elif names and not questions:
         with working("carrying over", quiet=json):
             others = try_gpus(
@@ -200,7 +201,7 @@ def _counts(text: str) -> list[int]:
 
 def _write(document: dict[str, Any], output: Path | None, json: bool) -> None:
     if output is not None:
-        output.write_text(json_module.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_text(output, json_module.dumps(document, indent=1, allow_nan=False) + "\n")
     if json:
         typer.echo(json_module.dumps(document, allow_nan=False))
     wrote(output)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from outcore.cost.saved import Saved
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import Anything, ListOf, MapOf, Record, Text, check
 from outcore.documents.typed_schema import record_of, schema_of
 from outcore.errors import OutcoreError
@@ -234,7 +234,7 @@ class Costs:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

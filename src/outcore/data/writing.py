@@ -134,7 +134,7 @@ def write_slides(
         rows.append({"path": file.name, "label": str(scene.label)})
         if masks:
             rows[-1]["mask"] = write_slide(file.with_name(f"{file.stem}-mask.tif"), scene, mask=True).name
-    with (folder / name).open("w", newline="") as table:
+    with (folder / name).open("w", newline="", encoding="utf-8") as table:
         writer = csv.DictWriter(table, list(rows[0]) if rows else ["path", "label"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -2,14 +2,17 @@
 
 A file can hold anything: binary, a list where an object belongs, a word where a number does, a million nested lists. It
 may be a folder, a pipe, or larger than the memory. Code that takes such a document apart by hand answers with a
-KeyError. Here it is read and compared with a schema (`outcore.documents.schema`) once, at the border; a refusal
-names the file, the place inside it, what was found and what was expected.
+KeyError. Here it is read and compared with a schema (`outcore.documents.schema`) once, at the border; a refusal names
+the file, the place inside it, what was found and what was expected. What is written is written whole or not at all:
+text goes aside first, so a full disk leaves what was there before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import os
 import stat
 import zlib
 from pathlib import Path
@@ -20,7 +23,7 @@ import yaml
 from outcore.documents.schema import Schema, check
 from outcore.errors import OutcoreError
 
-__all__ = ["read_json", "read_text", "read_yaml"]
+__all__ = ["read_json", "read_text", "read_yaml", "write_text"]
 
 _MOST_BYTES = 256 << 20
 _MOST_NODES = 100_000
@@ -87,6 +90,29 @@ def read_yaml(path: str | Path, schema: Schema, error: type[OutcoreError]) -> An
     if _nodes(value, {}) > _MOST_NODES:
         raise error(f"{path} holds more than {_MOST_NODES:,} values with its aliases written out; write fewer")
     return check(value, schema, path, error)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file as UTF-8, whole or not at all.
+
+    Raises:
+        OutcoreError: it cannot be written; names the file and the cause.
+    """
+    path = Path(path)
+    aside = None
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve() if path.is_symlink() else path
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(target)
+    except OSError as trouble:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+        raise OutcoreError(f"{path} cannot be written: {trouble.strerror or trouble}; name another file") from None
 
 
 def _nodes(value: Any, known: dict[int, int]) -> int:

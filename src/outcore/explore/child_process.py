@@ -100,7 +100,7 @@ def leave_with_parent() -> None:
 def resident_bytes(pid: int) -> int:
     """What a process holds in memory; 0 where the system does not say."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
     except (OSError, ValueError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")

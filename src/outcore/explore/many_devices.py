@@ -8,10 +8,12 @@ from typing import Any
 from outcore.cost.predicted.estimate import estimate
 from outcore.errors import OutcoreError
 from outcore.explore.plan_points import timeline_json
+from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.planner import CallWeights
-from outcore.planner.pipeline.plan_job import batch_for, links_of
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
+from outcore.planner.pipeline.plan_job import batch_for, links_of, weights_on
 from outcore.program.plan.document import Plan
 from outcore.spatial.choose import plan as make_plan
 from outcore.spatial.timeline import predict_timeline
@@ -28,21 +30,20 @@ def run_prediction(job: Job, where: Machine, folder: Path, batch: int | None) ->
         graph = job.capture(batch)
         if plan.graph != graph.fingerprint:
             return None
-        return timeline_json(
-            predict_timeline(plan, graph, CallWeights.of(graph, estimate(graph, where)), links_of(where))
-        )
+        return timeline_json(predict_timeline(plan, graph, _weights(job, where, graph, batch), links_of(where)))
     except (OutcoreError, ValueError):  # a plan of tiles has no timeline of ranks
         return None
 
 
 def pipeline_json(job: Job, where: Machine, devices: int, batch: int | None) -> dict[str, Any]:
     """The plan for so many devices, or the reason why there is none."""
-    graph = job.capture(batch or batch_for(job, devices))
+    size = batch or batch_for(job, devices)
+    graph = job.capture(size)
     try:
-        made = make_plan(graph, devices=devices, machine=where)
+        made = make_plan(job, devices=devices, machine=where, batch=size)
     except OutcoreError as refused:
         return {"devices": devices, "refused": str(refused)}
-    timeline = predict_timeline(made, graph, CallWeights.of(graph, estimate(graph, where)), links_of(where))
+    timeline = predict_timeline(made, graph, _weights(job, where, graph, size), links_of(where))
     calls = made.calls(graph)
     return {
         "devices": devices,
@@ -59,3 +60,9 @@ def pipeline_json(job: Job, where: Machine, devices: int, batch: int | None) -> 
         "step_s": timeline.step_s,
         "bubble": timeline.bubble,
     }
+
+
+def _weights(job: Job, where: Machine, graph: Graph, size: int | None) -> CallWeights:
+    """What the planner knows of a job's step."""
+    costs = estimate(graph, where)
+    return weights_on(where, graph, costs, LossAndUpdate.of(job, graph, costs, where, size))

@@ -127,13 +127,13 @@ class PlanTable:
 
     def point_json(self, one: Assignment) -> dict[str, Any]:
         """A point with its policies, its blocks and its timeline."""
-        over = one.outcome.time_s / max(self.model.plain_s, 1e-12)
+        step_s = self.shown.step.step_s + one.outcome.extra_s
         timeline = simulate(one_stage(self.model, one.policy), stage_of(self.model), link_of(self.model.tier))
         policies = self.model.resolved(one.policy)
         return {
             "peak_bytes": one.outcome.peak_bytes,
-            "time_s": over * self.shown.step.step_s,
-            "over_plain": over,
+            "time_s": step_s,
+            "over_plain": step_s / max(self.shown.step.step_s, 1e-12),
             "plain": not policies,
             "policy": policies_to_json(policies),
             "blocks": self._blocks(policies, one.outcome),
@@ -166,13 +166,14 @@ class PlanTable:
             for name, how in self.model.resolved(one.policy).items()
             if name in graph.values or name.partition("~")[0] in calls
         }
-        over = one.outcome.time_s / max(self.model.plain_s, 1e-12)
+        step_s = self.shown.step.step_s + one.outcome.extra_s
+        over = step_s / max(self.shown.step.step_s, 1e-12)
         return Plan(
             graph=graph.fingerprint,
             stages=name_stages(graph, [list(graph.calls)]),
             policy=policies_to_json(known),
             memory_bytes=one.outcome.peak_bytes,
-            predicted=PredictedStep(over * self.shown.step.step_s, (one.outcome.peak_bytes,), 0.0, "memory curve"),
+            predicted=PredictedStep(step_s, (one.outcome.peak_bytes,), 0.0, "memory curve"),
             why=(f"{over:.3f}x the time of plain training at {one.outcome.peak_bytes:,} bytes, by prediction",),
         )
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import Anything, Flag, ListOf, MapOf, Record, Text, check
 from outcore.documents.typed_schema import schema_of
 from outcore.errors import OutcoreError, suggest
@@ -224,7 +224,7 @@ class Graph:
 
     def save(self, path: str | Path) -> None:
         """Write the graph as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:

@@ -80,7 +80,7 @@ class Progress:
         """Read what an earlier run has listed; a line that was cut off does not count."""
         if not self.path.is_file():
             return
-        for line in self.path.read_text(errors="replace").splitlines():
+        for line in self.path.read_text(errors="replace", encoding="utf-8").splitlines():
             try:
                 said = json.loads(line)
                 region = tuple((int(a), int(b)) for a, b in said["region"])
@@ -101,7 +101,7 @@ class Progress:
         for pixels in self.maps:
             pixels.flush()
         if self._waiting:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in self._waiting))
         self._waiting.clear()
         self._synced = time.monotonic()

@@ -101,11 +101,11 @@ class Partial:
         """Record what the work is for; returns whether an earlier run left work for the same."""
         said = json.dumps(about, sort_keys=True)
         file = self.folder / "about.json"
-        if file.is_file() and file.read_text(errors="replace") == said:
+        if file.is_file() and file.read_text(errors="replace", encoding="utf-8") == said:
             return True
         self.clear()
         aside = file.with_suffix(".new")
-        aside.write_text(said)
+        aside.write_text(said, encoding="utf-8")
         aside.replace(file)
         return False
 

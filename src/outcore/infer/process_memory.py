@@ -27,7 +27,7 @@ _M_MMAP_THRESHOLD = -3
 def anonymous_bytes() -> int | None:
     """Resident anonymous memory of this process; None where the system does not say."""
     try:
-        with Path("/proc/self/status").open() as file:
+        with Path("/proc/self/status").open(encoding="utf-8") as file:
             for line in file:
                 if line.startswith("RssAnon:"):
                     return int(line.split()[1]) * 1024

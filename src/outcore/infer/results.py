@@ -114,7 +114,7 @@ class ResultsFolder:
         if not file.is_file():
             raise DataError(f"{self.path} is a folder with other files in it; say another -o")
         with contextlib.suppress(ValueError, OSError):
-            if self.overwrite or json.loads(file.read_text()) == json.loads(json.dumps(self.about)):
+            if self.overwrite or json.loads(file.read_text(encoding="utf-8")) == json.loads(json.dumps(self.about)):
                 return
         raise DataError(
             f"{self.path} holds the results of other weights or settings; say another -o, or --overwrite to begin anew"

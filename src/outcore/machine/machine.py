@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import MapOf, check
 from outcore.errors import MachineError
 from outcore.machine.device import PRECISIONS, Device
@@ -152,11 +152,8 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON; a reader never sees half a file."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(target.name + ".part")
-        aside.write_text(json.dumps(self.to_json(), indent=2) + "\n")
-        aside.replace(target)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import Anything, MapOf, Record
-from outcore.errors import MachineError
+from outcore.errors import MachineError, OutcoreError
 from outcore.machine.device import Device
 from outcore.machine.link import HostLink, Link
 from outcore.machine.machine import VERSION, Machine
@@ -196,7 +197,10 @@ def _recall(path: Path, facts: dict[str, dict[str, Any]]) -> Measures:
 
 
 def _remember(path: Path, measures: Measures) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps({"version": VERSION, "measures": measures}, indent=2) + "\n")
-    aside.replace(path)
+    """Keep what was measured; a home that takes no files costs a measurement every time, and nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"version": VERSION, "measures": measures}, indent=2) + "\n")
+    except (OSError, OutcoreError) as trouble:
+        said = f"what was measured of this machine is not kept ({trouble}); XDG_CACHE_HOME names another folder"
+        warnings.warn(said, stacklevel=2)

@@ -46,7 +46,7 @@ _BLOCK = 8 << 20
 def cpu_name() -> str:
     """The processor's model name."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return " ".join(line.partition(":")[2].split())
     import platform
@@ -64,7 +64,7 @@ def cpu_cores() -> int:
 def cpu_clock_hz() -> float | None:
     """The clock the system reports, if it does."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("cpu MHz"):
                 return float(line.partition(":")[2]) * 1e6
     return None
@@ -75,7 +75,7 @@ def cpu_memory_bytes() -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
-            physical = min(physical, int(Path(path).read_text()))
+            physical = min(physical, int(Path(path).read_text(encoding="utf-8")))
     return physical
 
 

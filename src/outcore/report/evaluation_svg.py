@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outcore.figure import COLOURS, SMALL, Axes, Span, document, legend, line, rectangle, text
+from outcore.figure import COLOURS, DASHES, SMALL, Axes, Span, document, legend, line, rectangle, text
 from outcore.report.evaluation import Evaluation, EvaluationCurve
 from outcore.report.graph_drawing.labels import text_width
 from outcore.report.graph_drawing.shading import mixed
@@ -27,13 +27,13 @@ def curves_svg(curves: Sequence[EvaluationCurve], *, kind: str) -> str:
         out.append(line(*axes.at(0.0, 0.0), *axes.at(1.0, 1.0), "grid"))
     entries = []
     shown = [c for c in curves if not math.isnan(c.area)][: len(_EACH)]
-    for curve, colour in zip(shown, _EACH, strict=False):
+    for curve, colour, dash in zip(shown, _EACH, DASHES, strict=False):
         grid = [i / (len(curve.y) - 1) for i in range(len(curve.y))]
         band = [axes.at(*p) for p in zip(grid, curve.high, strict=True)]
         band += [axes.at(*p) for p in reversed(list(zip(grid, curve.low, strict=True)))]
         places = " ".join(f"{px:.1f},{py:.1f}" for px, py in band)
         out.append(f'<polygon points="{places}" fill="{COLOURS[colour]}" opacity="0.18"/>')
-        out.append(axes.path(zip(grid, curve.y, strict=True), colour))
+        out.append(axes.path(zip(grid, curve.y, strict=True), colour, dash=dash))
         area = "AUC" if roc else "AP"
         interval = f"{curve.area:.2f} ({curve.area_low:.2f} to {curve.area_high:.2f})"
         entries.append((colour, f"{curve.name}: {area} {interval}"))

@@ -1,8 +1,8 @@
 """The frontier of time against memory, as a table for a terminal and as a picture.
 
 A frontier is found in the time that the device computes. What a user sees elsewhere is the time of a step, including
-the host's share and the optimizer, so every time that is shown here is that step's time multiplied by the slowdown on
-the frontier: one number for plain training everywhere.
+the host's share, the loss and the optimizer, so every time that is shown here is that step's time and what the policies
+add to it: one number for plain training everywhere.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def frontier_table(
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("pieces of memory, by what is done with them")
     whole_s, whole = plain_s or keeping.plain_s, plain_bytes or keeping.plain.peak_bytes
-    most = max(_over_plain(keeping, a) for a in found)
+    most = max(_over_plain(whole_s, a) for a in found)
     if found[0].policy:  # something smaller is as fast
         plain = format_bytes(whole), "1.00", format_time(whole_s), "1.000x"
         table.add_row(*plain, "█" * round(16 / most), "plain training: all are kept")
     for one in found:
-        over, peak = _over_plain(keeping, one), one.outcome.peak_bytes if one.policy else whole
+        over, peak = _over_plain(whole_s, one), one.outcome.peak_bytes if one.policy else whole
         table.add_row(
             format_bytes(peak),
             f"{peak / whole:.2f}",
@@ -73,11 +73,12 @@ def frontier_json(
     keeping: StepModel, found: Sequence[Assignment], *, plain_s: float | None = None
 ) -> list[dict[str, object]]:
     """Plain values."""
+    whole_s = plain_s or keeping.plain_s
     return [
         {
             "peak_bytes": one.outcome.peak_bytes,
-            "time_s": _over_plain(keeping, one) * (plain_s or keeping.plain_s),
-            "over_plain": _over_plain(keeping, one),
+            "time_s": whole_s + one.outcome.extra_s,
+            "over_plain": _over_plain(whole_s, one),
             "policy": policies_to_json(keeping.resolved(one.policy)),
         }
         for one in found
@@ -97,7 +98,8 @@ def frontier_svg(
     """The curve: peak memory to the right, time over plain upwards; plain training and the plan are marked."""
     plain = plain_bytes or keeping.plain.peak_bytes
     unit, words = bytes_unit(plain)
-    high = max(1.1, *(_over_plain(keeping, a) for a in found)) * 1.03
+    whole_s = plain_s or keeping.plain_s
+    high = max(1.1, *(_over_plain(whole_s, a) for a in found)) * 1.03
     axes = Axes(
         _LEFT,
         _TOP,
@@ -106,7 +108,7 @@ def frontier_svg(
         Span(0.0, 1.08 * plain / unit, f"peak memory ({words})"),
         Span(1.0 - 0.04 * (high - 1.0), high, "time of a step, over plain training"),
     )
-    shown = f"plain training: {format_bytes(plain)}, {format_time(plain_s or keeping.plain_s)} a step (predicted)"
+    shown = f"plain training: {format_bytes(plain)}, {format_time(whole_s)} a step (predicted)"
     out = [text(12, 20, name, "title"), text(12, 38, shown, "small quiet"), *axes.drawn()]
     entries = [("grey", "plain training"), ("blue", "fastest step for its memory")]
     marks = [("least", keeping.floor[0], ("purple", "what one operation alone needs"))]
@@ -116,14 +118,14 @@ def frontier_svg(
         px, _ = axes.at(nbytes / unit, axes.y.low)
         out.append(line(px, axes.top, px, axes.top + axes.height, kind))
     smaller = [a for a in found if a.policy]
-    points = [(a.outcome.peak_bytes / unit, _over_plain(keeping, a)) for a in smaller]
+    points = [(a.outcome.peak_bytes / unit, _over_plain(whole_s, a)) for a in smaller]
     out.append(axes.path([(plain / unit, 1.0), *points], "blue"))
     for one, point in zip(smaller, points, strict=True):
         hint = f"{format_bytes(one.outcome.peak_bytes)}, {point[1]:.3f}x: {policy_counts(keeping, one)}"
         out.append(axes.point(*point, "blue", hint=hint))
     out.append(axes.point(plain / unit, 1.0, "grey", size=6, hint="plain training"))
     if chosen is not None:
-        where = (chosen.outcome.peak_bytes if chosen.policy else plain) / unit, _over_plain(keeping, chosen)
+        where = (chosen.outcome.peak_bytes if chosen.policy else plain) / unit, _over_plain(whole_s, chosen)
         out.append(axes.point(*where, "orange", size=6, hint="this plan"))
         entries.append(("orange", f"this plan, {where[1]:.2f}x"))
     entries += [entry for _, _, entry in marks]
@@ -131,5 +133,5 @@ def frontier_svg(
     return document(_WIDTH, end + 6, [*out, *drawn])
 
 
-def _over_plain(keeping: StepModel, one: Assignment) -> float:
-    return one.outcome.time_s / max(keeping.plain_s, 1e-12)
+def _over_plain(plain_s: float, one: Assignment) -> float:
+    return 1 + one.outcome.extra_s / max(plain_s, 1e-12)

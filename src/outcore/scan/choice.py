@@ -86,7 +86,9 @@ class Choices:
 
     def save(self, path: str | Path) -> None:
         """Write all timings as JSON."""
-        Path(path).write_text(json.dumps({k: asdict(t) for k, t in self.timings.items()}, indent=1) + "\n")
+        Path(path).write_text(
+            json.dumps({k: asdict(t) for k, t in self.timings.items()}, indent=1) + "\n", encoding="utf-8"
+        )
 
     def load(self, path: str | Path) -> None:
         """Add the timings from a file."""

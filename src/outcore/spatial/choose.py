@@ -30,6 +30,7 @@ from outcore.machine.units import format_bytes, format_time, parse_budget
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, weights_on
 from outcore.planner.pipeline.plan_job import plan as plan_stages
 from outcore.planner.pipeline.schedule_model import Schedule
@@ -60,6 +61,7 @@ def plan(
     batch_norm: BatchNorm | None = None,
     costs: Costs | None = None,
     shared: bool = True,
+    beside: LossAndUpdate | None = None,
 ) -> Plan:
     """Decide how devices train a network: stages, replicas, schedule, micro-batches, or a grid that shares the image;
     on one, what is kept, and tiles.
@@ -86,6 +88,7 @@ def plan(
         batch_norm: what batch norms see: "micro_batch", "deferred" or "synchronised" (the whole batch).
         costs: of every call, measured or estimated; estimated for the machine if not given.
         shared: False if every replica is given a batch of the recorded size.
+        beside: the loss and the update of a graph's step; those of a job are found.
 
     Raises:
         PlanError: the memory cannot be met; says the smallest that can.
@@ -101,6 +104,8 @@ def plan(
     if isinstance(memory, str):
         memory = parse_budget(memory, plain_peak_bytes(source, graph, costs) if "%" in memory else None)
     limit = memory or where.devices[0].memory_bytes
+    if beside is None and isinstance(source, Job):
+        beside = LossAndUpdate.of(source, graph, costs, where, batch or batch_for(source, count))
     stages: Plan | PlanError
     try:
         stages = plan_stages(
@@ -114,13 +119,14 @@ def plan(
             batch_norm=batch_norm,
             costs=costs,
             shared=shared,
+            beside=beside,
         )
     except PlanError as refused:
         stages = refused
     chosen = stages
     if schedule is None and balance is None and batch_norm != "deferred" and graph.executable is not None:
         over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
-        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels)
+        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels, beside)
         chosen = search.compared(stages)
     if isinstance(chosen, PlanError):
         raise chosen
@@ -153,10 +159,11 @@ class _Grids:
     shared: bool
     over_pixels: bool
     """Whether the loss is a sum over pixels, which each rank takes of its part."""
+    beside: LossAndUpdate | None = None
 
     def compared(self, stages: Plan | PlanError) -> Plan | PlanError:
         """The better of what stages take and what the best grid takes."""
-        weights = weights_on(self.where, self.graph, self.costs)
+        weights = weights_on(self.where, self.graph, self.costs, self.beside)
         least_s = sum(w.time_s for w in weights.calls.values()) / self.devices
         if isinstance(stages, Plan) and _per_batch_s(stages, self.shared) < least_s:
             return stages  # no grid computes less than its share

@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.cost.costs import Costs
+from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import format_bytes, format_time, parse_bytes
 from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.program import Links
 from outcore.program.plan.document import Plan, PredictedStep
@@ -183,6 +185,7 @@ def plan_grid(
     machine: str | Machine | None = None,
     batch: int | None = None,
     costs: Costs | None = None,
+    beside: LossAndUpdate | None = None,
 ) -> Plan:
     """Share the image of a network among ranks.
 
@@ -203,6 +206,7 @@ def plan_grid(
         machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
         batch: samples of a step; the job's own if not given.
         costs: of every call; estimated for the machine if not given.
+        beside: the loss and the update of a graph's step; those of a job are found.
 
     Raises:
         PlanError: nothing of the network can be split, or no grid fits; says the least that would.
@@ -210,8 +214,12 @@ def plan_grid(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     graph = source.capture(batch) if isinstance(source, Job) else source
     limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
+    costs = costs if costs is not None else estimate(graph, where)
+    if beside is None and isinstance(source, Job):
+        beside = LossAndUpdate.of(source, graph, costs, where, batch)
     over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
-    search = GridSearch(graph, weights_on(where, graph, costs), links_of(where), over_pixels=over_pixels)
+    weights = weights_on(where, graph, costs, beside)
+    search = GridSearch(graph, weights, links_of(where), over_pixels=over_pixels)
     count = devices or where.ranks
     grids = [shape_of(tuple(grid), search.network.rank)] if grid is not None else list(search.grids(count))
     found = sorted(map(search.choice, grids), key=lambda c: c.time_s)

@@ -11,13 +11,14 @@ from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
 from outcore.cost.profile import loss_bytes_of_job
+from outcore.cost.profile import profile as make_profile
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
-from outcore.machine.units import parse_bytes
+from outcore.machine.units import parse_budget
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
-from outcore.planner.pipeline.plan_job import batch_for
+from outcore.planner.pipeline.plan_job import batch_for, plain_peak_bytes
 from outcore.planner.pipeline.plan_job import plan as plan_many
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.program.plan.document import BatchNorm, Plan
@@ -54,7 +55,8 @@ def plan(
     Args:
         source: a job, or a graph that was recorded with the batch of one step.
         devices: how many; all of the machine's if not given.
-        memory: what no device may exceed, like ``"8GiB"``; all it has if not given.
+        memory: what no device may exceed, like ``"8GiB"``, or ``"50%"`` of what a plain step with this batch would hold
+            on one device; all it has if not given.
         machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
         batch: samples of a step over all devices; the job's own if not given, at least one for each. Only for a job.
         schedule: the only one to look at: model_parallel, gpipe, 1f1b or gems. The network is then cut into stages.
@@ -72,14 +74,27 @@ def plan(
     if count == 1 and schedule is None and balance is None:
         size = batch or batch_for(source, 1) if isinstance(source, Job) else None
         graph = source.capture(size) if isinstance(source, Job) else source
-        limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
         state = (source.optimizer if isinstance(source, Job) else None) or 2.0
         optimizer = OptimizerCost.of(state, where.devices[0].kind)
         known_costs = costs if costs is not None else estimate(graph, where)
-        held = None
+        held, plain = None, None
         if isinstance(source, Job):
+            plain = make_profile(source, where.devices[0], size=size)
             held = loss_bytes_of_job(source, graph, known_costs, where.devices[0], optimizer, size=size)
-        return fit_one_device(graph, known_costs, where, limit, optimizer=optimizer, loss_bytes=held).document()
+        if isinstance(memory, str):
+            whole = plain.memory.peak_bytes if plain is not None else plain_peak_bytes(graph, graph, known_costs)
+            memory = parse_budget(memory, whole)
+        limit = memory or where.devices[0].memory_bytes
+        return fit_one_device(
+            graph,
+            known_costs,
+            where,
+            limit,
+            optimizer=optimizer,
+            loss_bytes=held,
+            plain_s=plain.step.step_s if plain is not None else None,
+            plain_bytes=plain.memory.peak_bytes if plain is not None else None,
+        ).document()
     return plan_many(
         source,
         devices=count,

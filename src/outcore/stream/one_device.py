@@ -12,7 +12,7 @@ that is made before a run is the one that the run makes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outcore.cost.costs import Costs
@@ -47,7 +47,7 @@ class OneDeviceStep:
         """Predicted seconds of a step."""
         if isinstance(self.plan, StreamedStep):
             return self.plan.plan.time_s
-        return self.plan.outcome.time_s + self.plan.state_s
+        return self.plan.time_s
 
     @property
     def peak_bytes(self) -> int:
@@ -80,6 +80,8 @@ def fit_one_device(
     *,
     optimizer: OptimizerCost,
     loss_bytes: int | None = None,
+    plain_s: float | None = None,
+    plain_bytes: int | None = None,
     statistics: bool = False,
     tiles_only: bool = False,
 ) -> OneDeviceStep:
@@ -92,6 +94,8 @@ def fit_one_device(
         budget_bytes: the most a step may hold.
         optimizer: what its state takes.
         loss_bytes: what the loss holds beside the output, with its targets; without it, what a loss usually does.
+        plain_s: what a plain step takes with its loss and the optimizer's, where that is known.
+        plain_bytes: and holds.
         statistics: whether further passes over an image for norms over the whole of it are accepted.
         tiles_only: leave out what needs the whole image on the device.
 
@@ -116,6 +120,7 @@ def fit_one_device(
                 memory_bytes_per_s=device.bandwidth_bytes_per_s,
                 loss_bytes=beside,
             )
+            made = replace(made, known_plain_s=plain_s, known_plain_bytes=plain_bytes)
             return OneDeviceStep("policies" if made.policy else "plain", made)
         except PlanError as error:
             refused = error

@@ -71,12 +71,12 @@ class Demo:
         """All of it, anew; returns the figures."""
         began = time.monotonic()
         job = self._clear()
-        job.write_text(JOB.format(side=self.side))
+        job.write_text(JOB.format(side=self.side), encoding="utf-8")
         table = self._slides()
         self._network()
         folder = self._train(job, table)
         agreement = self._gradients()
-        facts = json.loads(folder.facts.read_text())
+        facts = json.loads(folder.facts.read_text(encoding="utf-8"))
         self._summary(facts, folder, time.monotonic() - began)
         return {"facts": facts, "agreement": agreement}
 
@@ -84,7 +84,7 @@ class Demo:
         """Remove what an earlier demo made here, and nothing else; returns where the job goes."""
         job = self.folder / "job.py"
         if self.folder.exists() and any(self.folder.iterdir()):
-            if not job.is_file() or job.read_text().partition("\n")[0] != JOB.partition("\n")[0]:
+            if not job.is_file() or job.read_text(encoding="utf-8").partition("\n")[0] != JOB.partition("\n")[0]:
                 raise TrainError(f"{self.folder} is not a folder of the demo; say another with --out")
             for made in ("slides", "run"):
                 shutil.rmtree(self.folder / made, ignore_errors=True)

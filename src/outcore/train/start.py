@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
 from outcore.cost.predicted.loss_memory import apart, loss_bytes_in
@@ -26,6 +27,7 @@ from outcore.graph.structure import substitute
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.machine.units import counted
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.report.run import thin
 from outcore.run.engine.setup import choose_device
 from outcore.train.progress import count_rate
@@ -55,6 +57,8 @@ class RunForecast:
     """Memory of a plain step from call to call."""
     loss_bytes: int | None = None
     """What the loss holds beside the output, with its targets, where that is the memory of the step with its loss."""
+    beside: LossAndUpdate | None = None
+    """Seconds of the loss and the optimizer's step, for plans of several ranks."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the graph."""
@@ -96,10 +100,14 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         make = job.optimizer if job.optimizer is not None else 2.0
         curve = memory_curve(graph, costs, optimizer=make)
         held: int | None = None
+        whole: Graph | None = None
+        with_it: Costs | None = None
         if job.loss is not None and targets is not None:
             with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded is not counted
                 whole = _record(job, given, config.train.precision, targets)
-                curve = memory_curve(whole, estimate(whole, device), optimizer=make)
+                with_it = estimate(whole, device)
+                step = predict_step(whole, with_it, optimizer=timing)
+                curve = memory_curve(whole, with_it, optimizer=make)
                 held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(make, device.kind))
     except OutcoreError as error:
         return RunForecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
@@ -117,6 +125,7 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         notes,
         curve=tuple(totals[i] for i in thin(range(len(totals)), totals)),
         loss_bytes=held,
+        beside=LossAndUpdate.between(graph, costs, device, whole, with_it, job.optimizer),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from outcore.figure import Axes, Span, document, legend, line, rectangle, text, time_unit
+import itertools
+
+from outcore.figure import DASHES, Axes, Span, document, legend, line, rectangle, text, time_unit
 from outcore.whatif.scaling import Scaling
 
 __all__ = ["scaling_svg"]
@@ -44,9 +46,9 @@ def _throughput(found: Scaling) -> tuple[list[str], list[str]]:
     axes = Axes(78, _TOP, 320, _TALL, x, y)
     out = [*axes.drawn(), axes.path(ideal, "light", width=7)]
     seen = [s for s in _COLOURS if found.of(s)]
-    for strategy in seen:
+    for strategy, dash in zip(seen, itertools.cycle(DASHES), strict=False):
         points = found.of(strategy)
-        out.append(axes.path([(p.gpus, p.samples_per_s) for p in points], _COLOURS[strategy], width=2))
+        out.append(axes.path([(p.gpus, p.samples_per_s) for p in points], _COLOURS[strategy], width=2, dash=dash))
         for p in points:
             hint = f"{p.gpus} GPUs: {p.samples_per_s:,.0f} samples/s, {p.efficiency:.0%}"
             out.append(axes.point(p.gpus, p.samples_per_s, _COLOURS[strategy], hint=hint))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
-from outcore.planner.memory.search import PolicySearch, smallest
-from outcore.program.policies import KEEP
+from outcore.planner.memory.search import PolicySearch, fit, smallest
+from outcore.program.policies import KEEP, Policies
 from tests.planner.memory.test_frontier import brute_force, step
 
 
@@ -69,3 +70,19 @@ def test_stirring_stops_when_the_time_is_up() -> None:
     start = search.assign({n: c[0] for n, c in search.choices.items()})
     assert perturbed(search, start) is start
     assert drifted(search, start) is start
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_what_is_found_does_not_depend_on_a_busy_machine(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeping = step(3)
+    budget = int(share * keeping.plain.peak_bytes)
+    quick = fit(keeping, budget, time_limit_s=0.005)
+    evaluate = StepModel.evaluate
+
+    def slowly(self: StepModel, policy: Policies) -> StepUnderPolicies:
+        time.sleep(2e-4)
+        return evaluate(self, policy)
+
+    monkeypatch.setattr(StepModel, "evaluate", slowly)
+    slow = fit(step(3), budget, time_limit_s=0.005)
+    assert slow.policy == quick.policy and slow.outcome.peak_bytes == quick.outcome.peak_bytes

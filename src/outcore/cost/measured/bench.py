@@ -286,7 +286,7 @@ def in_this_thread(device: torch.device) -> contextlib.AbstractContextManager[ob
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     return min(_CPU_LIMIT, *(n // 2 for n in available)) if available else _CPU_LIMIT
 

@@ -110,21 +110,21 @@ def _open(path: Path, about: dict[str, Any]) -> set[str]:
     header = {"version": VERSION, **about}
     if not path.exists() or not _lines(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(header) + "\n")
+        path.write_text(json.dumps(header) + "\n", encoding="utf-8")
         return set()
     lines = _lines(path)
     if lines[0] != json.loads(json.dumps(header)):
         raise MachineError(f"{path} holds samples of {lines[0]}, not of {header}; give another file or remove it")
     # Cut off what a killed writer left behind, else the next line would be appended to half a line.
-    whole = path.read_text().splitlines()[: len(lines)]
-    path.write_text("\n".join(whole) + "\n")
+    whole = path.read_text(encoding="utf-8").splitlines()[: len(lines)]
+    path.write_text("\n".join(whole) + "\n", encoding="utf-8")
     return {json.dumps(line["operation"], sort_keys=True) for line in lines[1:]}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     try:
-        text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+        text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
     except OSError as error:
         raise MachineError(f"cannot read the samples {path}: {error.strerror or error}") from error
     except (EOFError, zlib.error, UnicodeDecodeError) as error:

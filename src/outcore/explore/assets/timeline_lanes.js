@@ -141,6 +141,11 @@ function drawCurves(panel, pen, px, width, height, colour) {
     stroke(colour(tint), 1, [5, 4]);
     pen.fillStyle = colour(tint);
     const words = `${name} ${bytesText(bytes)}`;
-    pen.fillText(words, width - pen.measureText(words).width - 8, py(bytes) - 4);
+    const place = [width - pen.measureText(words).width - 8, py(bytes) - 4];
+    pen.strokeStyle = colour("--card");  // a border, so that it is read where a curve is behind it
+    pen.lineWidth = 4;
+    pen.lineJoin = "round";
+    pen.strokeText(words, ...place);
+    pen.fillText(words, ...place);
   }
 }

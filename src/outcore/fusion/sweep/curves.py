@@ -1,6 +1,7 @@
 """The curves of a sweep as a picture: loss against steps, one line per trial, the best in front.
 
-Up to six trials have a colour each, named by their settings; of more, colours mean what became of them. A few losses
+Up to six trials have a colour each, named by their settings, and are broken differently, so that equal ones show
+through each other; of more, colours mean what became of them. A few losses
 far above all others would press the rest into a line at the bottom, so the axis ends where 98 % of the losses lie, and
 is logarithmic where those are far apart.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.figure import Axes, Span, document, legend, text
+from outcore.figure import DASHES, Axes, Span, document, legend, text
 from outcore.fusion.sweep.trials import TrialResult
 
 __all__ = ["draw_curves"]
@@ -42,10 +43,12 @@ def draw_curves(results: Sequence[TrialResult]) -> str:
     said = f"{len(shown)} trial{'s' if len(shown) > 1 else ''}; best: trial {best.number}{loss}"
     out = [text(12, 20, said, "title"), text(12, 38, _settings(best), "small quiet"), *axes.drawn()]
     each = {r.number: colour for r, colour in zip(shown, _EACH, strict=False)} if len(shown) <= len(_EACH) else {}
-    for one in sorted(shown, key=lambda r: r is best):
+    dashes = dict(zip(each, DASHES, strict=False))
+    for one in sorted(shown, key=lambda r: (r is best) != bool(each)):  # broken ones over the best
         own = each.get(one.number) or ("blue" if one is best else _COLOURS.get(one.state, "grey"))
         hint = f"trial {one.number}: {_settings(one)}"
-        out.append(axes.path(one.curve, own, width=3.0 if one is best else 1.3, hint=hint))
+        dash = "" if one is best else dashes.get(one.number) or (DASHES[1] if each else "")
+        out.append(axes.path(one.curve, own, width=3.0 if one is best else 1.3, hint=hint, dash=dash))
         if len(one.curve) == 1:
             out.append(axes.point(*one.curve[0], own))
     states = [s for s in _COLOURS if any(r.state == s and r is not best for r in shown)]

@@ -130,7 +130,7 @@ class Sweep:
                     self._narrow(group)
                 self._train(group)
         self.write()
-        (self.options.directory / "curves.svg").write_text(draw_curves(list(self.results.values())))
+        (self.options.directory / "curves.svg").write_text(draw_curves(list(self.results.values())), encoding="utf-8")
         return list(self.results.values())
 
     @property
@@ -149,7 +149,7 @@ class Sweep:
         """One row per configuration, as CSV; complete at any moment."""
         names = list(dict.fromkeys(k for r in self.results.values() for k in r.settings))
         aside = self.options.directory / "results.csv.part"
-        with aside.open("w", newline="") as file:
+        with aside.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["trial", *names, "state", "steps", "loss"])
             for result in sorted(self.results.values(), key=lambda r: r.number):

@@ -95,7 +95,7 @@ class ListedTrials:
             "value": value,
             "curve": curve,
         }
-        with self.journal.open("a") as file:
+        with self.journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def finished(self) -> list[TrialResult]:
@@ -106,7 +106,7 @@ class ListedTrials:
         if not self.journal.is_file():
             return []
         found = []
-        for line in self.journal.read_text().splitlines():
+        for line in self.journal.read_text(encoding="utf-8").splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:

@@ -22,10 +22,10 @@ def host_limit_bytes() -> int:
         return parse_bytes(given)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), free)
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
     return max(0, int(HOST_SHARE * free))

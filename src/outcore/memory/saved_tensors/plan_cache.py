@@ -113,7 +113,7 @@ def _read(key: str | None) -> dict[str, Any] | None:
         return None
     if key not in _KNOWN:
         try:
-            found = json.loads((folder.parent / "plans" / f"{key}.json").read_text())
+            found = json.loads((folder.parent / "plans" / f"{key}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         if not isinstance(found, dict):
@@ -133,7 +133,7 @@ def _write(key: str | None, facts: dict[str, Any]) -> None:
         plans.mkdir(parents=True, exist_ok=True)
         number, aside = tempfile.mkstemp(dir=plans, suffix=".partial")
         try:
-            with os.fdopen(number, "w") as file:
+            with os.fdopen(number, "w", encoding="utf-8") as file:
                 json.dump(facts, file)
             Path(aside).replace(plans / f"{key}.json")
         finally:

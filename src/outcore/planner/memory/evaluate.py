@@ -31,6 +31,7 @@ from outcore.cost.buffers import Buffer, buffers_of
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
+from outcore.cost.predicted.step_time import backward_with_sums
 from outcore.graph import Graph
 from outcore.ops.encoding import codec_for, held_bytes
 from outcore.ops.registry import spatial_dims
@@ -92,7 +93,8 @@ class StepModel:
         self.order = list(graph.calls)
         rows = [costs.calls[name] for name in self.order]
         self.forward_s = [c.forward.median_s if c.forward else 0.0 for c in rows]
-        self.backward_s = [c.backward.median_s if c.backward else 0.0 for c in rows]
+        backward = backward_with_sums(graph, costs)
+        self.backward_s = [backward[name].median_s if name in backward else 0.0 for name in self.order]
         self.plain_s = sum(self.forward_s) + sum(self.backward_s)
         place = {name: i for i, name in enumerate(self.order)}
         self.forward_at = [0] * len(rows)

@@ -68,6 +68,8 @@ class MemoryPlan:
     """Of images inside the network."""
     known_plain_bytes: int | None = None
     """The peak of plain training with its loss, where that was recorded too."""
+    known_plain_s: float | None = None
+    """The time of a plain step with its loss and the optimizer's, where that is known."""
     chunked: ChunkedRegion | None = None
     """The last layer and its loss, where they run in chunks."""
 
@@ -117,10 +119,18 @@ class MemoryPlan:
         return self.keeping.floor[0] + self.reserved_bytes
 
     @property
+    def time_s(self) -> float:
+        """Predicted seconds of a step."""
+        known_s = self.known_plain_s
+        return (self.outcome.time_s if known_s is None else known_s + self.outcome.extra_s) + self.state_s
+
+    @property
     def slowdown(self) -> float:
         """Predicted time over that of plain training."""
+        if self.known_plain_s:
+            return self.time_s / self.known_plain_s
         plain_s = self.order.plain_s if self.order.plain_s is not None else self.keeping.plain_s
-        return (self.outcome.time_s + self.state_s) / plain_s if plain_s else 1.0
+        return self.time_s / plain_s if plain_s else 1.0
 
     @property
     def exactness(self) -> Exactness:
@@ -140,7 +150,7 @@ class MemoryPlan:
             state=self.state.to_json(),
             memory_order=self.order.name,
             memory_bytes=self.budget_bytes,
-            predicted=PredictedStep(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
+            predicted=PredictedStep(self.time_s, (self.peak_bytes,), 0.0, "memory curve"),
             why=tuple(self.explain().splitlines()),
         )
 

@@ -14,12 +14,14 @@ built on that:
    now and then; where nothing fits, *drift* down along changes that make nothing worse.
 
 The fastest that fits wins. If none fits, the smallest peak that was found is the smallest budget.
+
+Time limits are counted in evaluations, at what one takes on an ordinary core, and not by the clock: a busy machine
+searches longer and finds the same, so a plan, and the budget that a refusal names, do not depend on what else ran.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -40,6 +42,8 @@ _RUN = 64
 """So many that are alike are kept again at once, if they fit; else half of them."""
 _FAR = 1.15
 """An assignment that was brought down to a smaller budget and is slower than this is searched for anew."""
+_EVALUATION_S, _BUFFER_S = 3e-5, 1e-6
+"""What an evaluation takes, and more for each buffer, with the search around it."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
 
@@ -71,7 +75,7 @@ def fit(
     Args:
         keeping: the network's step.
         budget_bytes: the most it may hold.
-        time_limit_s: for each part of the search.
+        time_limit_s: for each part of the search, on an ordinary core.
         near: the assignment of a budget that was a little larger: where the way down from it is short, that is all.
         least: the smallest assignment that an earlier search of the same network has found.
     """
@@ -113,6 +117,7 @@ class PolicySearch:
 
     def __init__(self, keeping: StepModel, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
         self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
+        self.evaluation_s = _EVALUATION_S + _BUFFER_S * len(keeping.rows)
         self.begin()
         known = {b.name: keeping.choices(b) for b in keeping.buffers.values()}
         allowed = {n: [c for c in choices if moving or not isinstance(c, Offload)] for n, choices in known.items()}
@@ -122,9 +127,14 @@ class PolicySearch:
         self.alike, self.repeats = self.grouped(), True
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
 
-    def begin(self) -> None:
-        """From now on there is the whole time."""
-        self.end = time.monotonic() + self.time_limit_s
+    def begin(self, share: float = 1.0) -> None:
+        """From now on there is the whole time, or a share of it."""
+        self.left_s = share * self.time_limit_s
+
+    @property
+    def ended(self) -> bool:
+        """Whether the time is used up."""
+        return self.left_s <= 0
 
     def allowed(self, policy: Policies) -> dict[str, Policy]:
         """What of an assignment from elsewhere this network can have."""
@@ -132,7 +142,7 @@ class PolicySearch:
 
     def lowered(self, policy: Policies) -> Assignment | None:
         """An assignment brought down to the budget, if that is only a few steps away and costs little."""
-        self.end = time.monotonic() + self.time_limit_s / 2
+        self.begin(0.5)
         before = self.assign({**self.start, **self.allowed(policy)})
         after = self.descend(before)
         if not after.fits(self.budget) or after.outcome.time_s > _FAR * before.outcome.time_s:
@@ -179,7 +189,7 @@ class PolicySearch:
     def descend(self, current: Assignment) -> Assignment:
         """Go down to the budget in steps: what helps a little below the peak differs from what helps far below."""
         target = self.budget
-        while not current.fits(target) and time.monotonic() < self.end:
+        while not current.fits(target) and not self.ended:
             peak = current.outcome.peak_bytes
             self.budget = max(target, int(0.92 * peak))
             lower = self.give_up(current)
@@ -191,6 +201,7 @@ class PolicySearch:
 
     def assign(self, policy: Policies) -> Assignment:
         """Evaluate."""
+        self.left_s -= self.evaluation_s
         return Assignment(policy, self.keeping.evaluate(policy))
 
     # Giving up
@@ -198,7 +209,7 @@ class PolicySearch:
     def give_up(self, current: Assignment, most: int = 10_000) -> Assignment:
         """Take the best step down until the budget is met or nothing helps."""
         for _ in range(most):
-            if current.fits(self.budget) or time.monotonic() > self.end:
+            if current.fits(self.budget) or self.ended:
                 break
             best, change, best_score = None, None, 0.0
             for i, (name, how) in enumerate(self.promising(current)):
@@ -328,7 +339,7 @@ class PolicySearch:
             names = list(group)
             waiting += [names[k : k + _RUN] for k in range(0, len(names), _RUN)]
         waiting.reverse()
-        while waiting and time.monotonic() < self.end:
+        while waiting and not self.ended:
             names = waiting.pop()
             tried = self.assign({**current.policy, **dict.fromkeys(names, KEEP)})
             if tried.fits(self.budget) and tried.outcome.time_s <= current.outcome.time_s:
@@ -347,7 +358,7 @@ class PolicySearch:
     def polish(self, current: Assignment) -> Assignment:
         """Keep the most expensive thing anyway, and repair with others, as long as that makes it faster."""
         tabu: set[str] = set()
-        while time.monotonic() < self.end:
+        while not self.ended:
             needed = self.keeping.resolved(current.policy)
             paid = [n for n, how in needed.items() if isinstance(how, Recompute) and n not in tabu]
             if not paid:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.cost.costs import Costs
+from outcore.cost.predicted.step_time import backward_with_sums
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.planner.memory.copy_schedule import OffloadTarget
@@ -64,6 +65,8 @@ class CallWeights:
     """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
     overhead_s: float = 0.0
     """Time of a call that does not depend on the batch: contained in both forward and backward."""
+    start_s: float = 0.0
+    """What the host takes to start a backward on a GPU."""
     source: str = "given"
     costs: Costs | None = field(default=None, compare=False, repr=False)
     """What they were made from, where that is known; policies inside stages are planned with it."""
@@ -104,6 +107,8 @@ class CallWeights:
         untrained = fixed_tensors(graph, sizes)
         calls = {}
         between_s = float(getattr(costs, "between_s", 0.0))
+        whole = costs if isinstance(costs, Costs) else None
+        backward = backward_with_sums(graph, whole) if whole is not None else {}
         for name, call in graph.calls.items():
             row = rows[name]
             if not known and (nbytes := int(getattr(row, "parameter_bytes", 0))):
@@ -115,17 +120,21 @@ class CallWeights:
                 rest = int(getattr(row, "parameter_bytes", 0)) - sum(sizes[p] for p in trained)
                 fixed = {f"{call.block} fixed": rest} if rest > 0 else {}
             calls[name] = CallWeight(
-                _seconds(row, "forward"),
-                _seconds(row, "backward"),
+                _seconds(row, "forward") + _on_a_cpu_s(getattr(row, "forward", None), between_s),
+                backward[name].median_s + _on_a_cpu_s(backward[name], between_s)
+                if name in backward
+                else _seconds(row, "backward"),
                 _saved(name, row),
                 _workspace(row),
                 trained,
                 fixed,
-                _host_s(row, "forward", between_s),
-                _host_s(row, "backward", between_s),
+                _host_s(getattr(row, "forward", None), between_s),
+                _host_s(backward.get(name, getattr(row, "backward", None)), between_s),
             )
-        whole = costs if isinstance(costs, Costs) else None
-        return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs", costs=whole)
+        started = whole.start_s if whole is not None and any(w.host_backward_s for w in calls.values()) else 0.0
+        return cls(
+            calls, sizes, state_per_parameter, overhead_s=overhead_s, start_s=started, source="costs", costs=whole
+        )
 
 
 def fixed_tensors(graph: Graph, trained: Mapping[str, int]) -> dict[str, int]:
@@ -145,10 +154,15 @@ def _seconds(row: Any, which: str) -> float:
     return 0.0 if timing is None else float(timing.median_s)
 
 
-def _host_s(row: Any, which: str, between_s: float) -> float:
+def _host_s(timing: Any, between_s: float) -> float:
     """What the host takes to launch a call; nothing on a CPU, where launching is part of running."""
-    issuing_s = float(getattr(getattr(row, which, None), "dispatch_s", 0.0))
+    issuing_s = float(getattr(timing, "dispatch_s", 0.0))
     return issuing_s + between_s if issuing_s else 0.0
+
+
+def _on_a_cpu_s(timing: Any, between_s: float) -> float:
+    """What lies between calls where launching is part of running."""
+    return between_s if timing is not None and not float(getattr(timing, "dispatch_s", 0.0)) else 0.0
 
 
 def _saved(name: str, row: Any) -> dict[str, int]:

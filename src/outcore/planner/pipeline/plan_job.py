@@ -32,6 +32,7 @@ from outcore.planner.memory.plan import plan_memory
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.lower import predict_timeline, predicted_by
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
@@ -58,6 +59,7 @@ def plan(
     batch_norm: BatchNorm | None = None,
     costs: Any = None,
     shared: bool = True,
+    beside: LossAndUpdate | None = None,
 ) -> Plan:
     """Decide how devices train a network: stages, replicas, schedule, micro-batches; on one device, what is kept.
 
@@ -83,6 +85,7 @@ def plan(
         batch_norm: what batch norms see: "micro_batch", "deferred" or "synchronised" (the whole batch).
         costs: of every call, measured or estimated; estimated for the machine if not given.
         shared: False if every replica is given a batch of the recorded size.
+        beside: the loss and the update of a graph's step; those of a job are found.
 
     Raises:
         PlanError: the memory cannot be met; says the smallest that can.
@@ -101,7 +104,9 @@ def plan(
         return plan_memory(
             graph, costs, budget_bytes=limit, optimizer=optimizer, tier=tier_of(where), memory_bytes_per_s=rate
         ).document()
-    weights = weights_on(where, graph, costs)
+    if beside is None and isinstance(source, Job):
+        beside = LossAndUpdate.of(source, graph, costs, where, batch or batch_for(source, count))
+    weights = weights_on(where, graph, costs, beside)
     made = search_plan(
         graph,
         weights,
@@ -132,10 +137,11 @@ def plain_peak_bytes(source: Job | Graph, graph: Graph, costs: Any) -> int:
     return memory_curve(graph, costs, optimizer=_optimizer(source)).peak_bytes
 
 
-def weights_on(machine: Machine, graph: Graph, costs: Any = None) -> CallWeights:
+def weights_on(machine: Machine, graph: Graph, costs: Any = None, beside: LossAndUpdate | None = None) -> CallWeights:
     """The weights of a network's calls on a machine, with the memory below its devices; estimated if not given."""
     costs = costs if costs is not None else estimate(graph, machine)
-    return replace(CallWeights.of(graph, costs), tier=tier_of(machine))
+    weights = replace(CallWeights.of(graph, costs), tier=tier_of(machine))
+    return weights if beside is None else beside.added(weights, graph)
 
 
 def links_of(machine: Machine) -> Links:

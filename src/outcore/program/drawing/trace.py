@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import ListOf, MapOf, Record
 from outcore.errors import ProgramError
 from outcore.program.simulator.memory_curve import PARTS, RankMemory
@@ -58,7 +58,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 def save_trace(timeline: Timeline, path: str | Path) -> None:
     """Write the trace; open it at ui.perfetto.dev."""
-    Path(path).write_text(json.dumps(trace(timeline), ensure_ascii=False), encoding="utf-8")
+    write_text(path, json.dumps(trace(timeline), ensure_ascii=False))
 
 
 def load_trace(path: str | Path) -> Timeline:

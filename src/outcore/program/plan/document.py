@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outcore.documents.reading import read_json
+from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import MapOf, check
 from outcore.errors import PlanError
 from outcore.graph import Graph
@@ -259,7 +259,7 @@ class Plan:
         text = json.dumps(document, indent=1, ensure_ascii=False)
         for mark, rows in marks.items():
             text = text.replace(mark, rows)
-        Path(path).write_text(text + "\n")
+        write_text(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

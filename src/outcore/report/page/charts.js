@@ -46,14 +46,14 @@ function lineChart({ title, series, lines = [], format = shortNumber, formatX = 
       if (s.y[k] !== null) picture.append(drawing("circle", { class: `dot s${i % 4}`, cx: px(x), cy: py(s.y[k]), r: 2.6 }));
     });
   });
-  for (const line of lines) picture.append(drawing("text", { class: "tick limit-name", x: left + 4, y: py(line.y) - 4 }, line.name));
   figure.append(picture);
-  if (drawn.length > 1) figure.append(chartLegend(drawn));
+  if (drawn.length > 1 || lines.length) figure.append(chartLegend(drawn, lines.map((l) => `${l.name}, ${format(l.y)}`)));
   crossHair(figure, picture, { drawn, px, format, formatX, xTitle, left, right: W - right, top, base: H - bottom });
   return figure;
 }
 
-function chartLegend(drawn) {
+/** What the series are, and the lines across: their names stand here, where no curve is. */
+function chartLegend(drawn, across) {
   const legend = html("div");
   legend.className = "keys";
   drawn.forEach((s, i) => {
@@ -61,6 +61,11 @@ function chartLegend(drawn) {
     mark.className = `s${i % 4}`;
     legend.append(html("span", mark, s.name));
   });
+  for (const name of across) {
+    const mark = html("i");
+    mark.className = "across";
+    legend.append(html("span", mark, name));
+  }
   return legend;
 }
 

@@ -189,7 +189,7 @@ def _unreachable(identity: LauncherEnvironment, address: str, port: int, error: 
 def _network() -> str:
     """The identity of the network namespace, equal for ranks that reach each other over loopback."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
     except OSError:
         return socket.gethostname()

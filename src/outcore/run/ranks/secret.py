@@ -35,13 +35,13 @@ def _from_file(path: Path) -> str:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         if not path.exists():
             handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "w") as file:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(new_secret())
             with contextlib.suppress(FileExistsError):
                 os.link(aside, path)  # of several ranks that make it at once, one wins
             aside.unlink()
         mode = path.stat().st_mode
-        found = path.read_text().strip()
+        found = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise EngineError(
             f"ranks need a secret that only they know, and {path} cannot be used ({error.strerror}); set {VARIABLE} "

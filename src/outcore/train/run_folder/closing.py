@@ -76,7 +76,7 @@ def write_ending(loop: Loop, supply: ExampleSupply, ended: str, time_s: float) -
         checkpoints_lost=loop.checkpoints_lost,
     )
     if supply.bad:
-        with (folder.path / "bad.csv").open("w", newline="") as file:
+        with (folder.path / "bad.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["path", "reason"])
             writer.writerows([str(b.path), b.reason] for b in supply.bad)

@@ -62,7 +62,7 @@ class CsvTable:
         """Append a row."""
         try:
             fresh = not self.path.exists()
-            with self.path.open("a", newline="") as file:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, self.columns, lineterminator="\n")
                 if fresh:
                     writer.writeheader()

@@ -107,7 +107,7 @@ def _leave(path: Path, mine: dict[str, Any]) -> None:
 def _create(path: Path, document: dict[str, Any]) -> bool:
     """Make the file with its content at once; False if there is one."""
     aside = path.with_name(f"{NAME}.{os.getpid()}")
-    aside.write_text(json.dumps(document) + "\n")
+    aside.write_text(json.dumps(document) + "\n", encoding="utf-8")
     try:
         os.link(aside, path)
     except FileExistsError:
@@ -125,7 +125,7 @@ def _create(path: Path, document: dict[str, Any]) -> bool:
 
 def _replace(path: Path, document: dict[str, Any]) -> None:
     aside = path.with_name(f"{NAME}.{os.getpid()}")
-    aside.write_text(json.dumps(document) + "\n")
+    aside.write_text(json.dumps(document) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
@@ -159,7 +159,7 @@ def _touch(path: Path, stop: threading.Event) -> None:
 def _start(pid: int) -> str:
     """When a process started, as the system writes it; empty if there is none, or it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     except OSError:
         pass
@@ -176,6 +176,6 @@ def _start(pid: int) -> str:
 
 def _boot() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""

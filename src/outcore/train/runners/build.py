@@ -212,6 +212,7 @@ def _plan(config: Config, expected: RunForecast, ranks: int) -> Plan:
         machine=known(),
         schedule=cast("Any", config.plan.schedule),
         batch_norm=config.plan.batch_norm,
+        beside=expected.beside,
     )
 
 

@@ -130,6 +130,7 @@ def choose_step(
             budget,
             optimizer=optimizer,
             loss_bytes=beside,
+            plain_s=expected.step_s,
             statistics=config.plan.statistics,
             tiles_only=tiles_only,
         )
