@@ -8,7 +8,10 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
+import outcore
 from outcore.run.ranks.world import World
 from tests.run.resuming import BY_STAGES, make
 from tests.run.training import batches_of, train
@@ -45,3 +48,18 @@ def stopped_before_joining() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     World.join(timeout_s=300.0)
+
+
+def train_given(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Two steps of a model that was made elsewhere, on two ranks that each hold all of it."""
+    torch.set_num_threads(1)
+    graph = outcore.capture(model, (inputs[:2],))
+    plan = outcore.Plan(graph.fingerprint, (("0",), ("1", "2")), schedule="gems", batches=2)
+    engine = outcore.Engine(model, plan, loss=mse_loss, optimizer=_descent, example=inputs, device="cpu")
+    for _ in range(2):
+        engine.step(inputs, targets)
+    return {name: value.clone() for name, value in engine.state_dict().items()}
+
+
+def _descent(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from outcore.errors import EngineError
 from outcore.graph import Value
 from outcore.run.engine.batch import cut, describe, fingerprint, meta_batch, parts, rows
+from outcore.run.engine.build import take_own_memory
 from outcore.run.engine.loader import Loader, cut_epoch
 from outcore.run.ranks.launch import launch
 from outcore.run.ranks.world import identify
 from outcore.run.transport.p2p import HostRows, TensorLayout
-from tests.run.launched import once_more, train_two
+from tests.run.launched import once_more, train_given, train_two
 from tests.run.pool import Pool
 from tests.run.training import plain, train
 from tests.run.varying import PIPE
@@ -56,6 +59,33 @@ def test_ranks_are_launched_from_python() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_are_given_a_model_do_not_train_the_same_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    before, plain = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+    for found in launch(train_given, 2, model, x, y):
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        plain.load_state_dict(before)
+        for _ in range(2):
+            plain.zero_grad()
+            nn.functional.mse_loss(plain(x), y).backward()
+            with torch.no_grad():
+                [p.sub_(0.5 * p.grad) for p in plain.parameters()]  # type: ignore[func-returns-value, operator]
+        assert all((found[name] - value).abs().max() < 1e-12 for name, value in plain.state_dict().items())
+
+
+def test_what_processes_share_becomes_a_rank_s_own() -> None:
+    """As torch.multiprocessing.spawn hands models over."""
+    model = nn.BatchNorm1d(3).share_memory()
+    values = copy.deepcopy(model.state_dict())
+    shared = list(model.state_dict().values())
+    take_own_memory(model)
+    [t.add_(1) for t in shared]  # type: ignore[func-returns-value]
+    assert not any(t.is_shared() for t in model.state_dict().values())
+    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
+
+
 def test_a_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     whole = launch(once_more, 2, str(tmp_path / "whole"), False)
     killed = launch(once_more, 2, str(tmp_path / "killed"), True, restarts=1)

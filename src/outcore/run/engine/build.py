@@ -25,7 +25,7 @@ from outcore.run.stage.batch_norm_statistics import RunningStatistics, make_equa
 from outcore.run.stage.parameter_owners import ParameterOwners
 from outcore.run.stage.recorded_stages import RecordedStages, RecordedStagesByShape
 
-__all__ = ["EngineParts"]
+__all__ = ["EngineParts", "take_own_memory"]
 
 
 class EngineParts:
@@ -44,6 +44,8 @@ class EngineParts:
         pieces = plan.micro_batches * plan.batches * plan.replicas if plan is not None else 1
         inputs = example_of(source, settings.example, pieces)
         self.model, skeleton = build(source, seed=settings.seed, lean=world.size > 1, bare=weights is not None)
+        if world.size > 1:
+            take_own_memory(self.model)
         graph = self._record(skeleton, plan, settings.autocast, inputs, bare=weights is not None)
         if plan is None:
             if world.size > 1:
@@ -142,3 +144,11 @@ class EngineParts:
         """Close all connections."""
         self.groups = {}
         self.statistics.close()
+
+
+def take_own_memory(model: nn.Module) -> None:
+    """Move what lies in memory that processes share, as torch.multiprocessing hands models over: each rank updates its
+    parameters, and what several ranks hold would be updated several times."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()

@@ -3,8 +3,10 @@
     results = outcore.run.ranks.launch(train, 4, "plan.json")
 
 runs ``train("plan.json")`` in four processes on this machine and returns what each returned. The function must be
-importable (not a lambda), as for any process that is started anew. Ranks that fail are restarted together as often as
-`restarts` says; a function that resumes from the last checkpoint then goes on from there.
+importable (not a lambda), as for any process that is started anew. Its arguments are copied: multiprocessing would hand
+over tensors in shared memory, and ranks that each update all parameters of a model would update the same ones. Ranks
+that fail are restarted together as often as `restarts` says; a function that resumes from the last checkpoint then goes
+on from there.
 
 The ranks rendezvous in a store that this process runs, on loopback, behind a secret made for each attempt; torch's
 elastic rendezvous, which listens everywhere and unpickles what it is sent, is not used. What a rank returns comes back
@@ -76,6 +78,7 @@ def _attempt(
 ) -> tuple[str | None, dict[int, Any]]:
     """One try: what the first rank that failed said, and what the others returned by rank."""
     context = multiprocessing.get_context("spawn")
+    asked = pickle.dumps((function, args))
     secret = new_secret()
     server = StoreServer(secret).start()
     processes: list[Any] = []
@@ -84,7 +87,7 @@ def _attempt(
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
             variables = rank_variables(rank, ranks, server, secret) | {"TORCHELASTIC_RESTART_COUNT": str(number)}
-            process = context.Process(target=_rank, args=(there, function, args), name=f"rank {rank}")
+            process = context.Process(target=_rank, args=(there, asked), name=f"rank {rank}")
             with _environment(variables), contextlib.closing(there):
                 process.start()
             processes.append(process)
@@ -148,10 +151,11 @@ def _end(processes: list[Any]) -> None:
         process.close()
 
 
-def _rank(pipe: connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(pipe: connection.Connection, asked: bytes) -> None:
     """In a rank: run the function, and send what it returns or raises."""
     end_with_parent(int(os.environ[LAUNCHER]))()
     try:
+        function, args = pickle.loads(asked)
         answer = (True, function(*args))
     except BaseException as error:
         answer = (False, f"{type(error).__name__}: {error}")
