@@ -73,6 +73,8 @@ def test_a_plain_step_is_the_same_in_every_command(job: str, tmp_path: Path) -> 
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["forecast"]["peak_bytes"] == peak
     assert facts["forecast"]["step_s"] == pytest.approx(step_s, rel=1e-6)
+    took = facts["measured"]  # the first step, which prepares what later ones reuse, is in neither figure
+    assert took["examples_per_s"] == pytest.approx(plain["batch"] / took["step_s"])
     if (tmp_path / "job.py").read_text().endswith(LOSS):
         assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
 
