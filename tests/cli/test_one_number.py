@@ -85,7 +85,7 @@ def test_a_step_takes_the_same_time_by_every_plan(job: str, on: list[str]) -> No
     step_s = profiled(job, *on)["step_s"]
     one = json.loads(run("plan", job, *on, "--devices", "1", "-o", "one.json", "--json").stdout)
     assert one["plan"]["predicted"]["time_s"] == pytest.approx(step_s, rel=1e-9)
-    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=0.01 if not on else 0.05)
+    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=0.02 if not on else 0.05)
     # Each of two replicas computes what one device alone does, and waits for the gradients of the other.
     made = outcore.Plan.load("one.json")
     replace(made, replicas=2, policy={}).save("two.json")
