@@ -71,6 +71,14 @@ def test_a_slurm_job_whose_time_is_up_goes_back_into_the_queue(
     assert ("scontrol requeue 7" in done.stdout) is queued
 
 
+def test_the_page_about_installing_names_every_extra_and_every_variant() -> None:
+    page = (ROOT / "docs/how-to/install.md").read_text()
+    extras = set(PROJECT["optional-dependencies"]) - {"test", "docs", "dev"}
+    assert set(re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE)) == extras
+    variants = re.findall(r'variant\("(\w+)"', (PACKAGING / "spack/package.py").read_text())
+    assert f"with variants {', '.join(f'`{name}`' for name in variants)} " in page
+
+
 def test_conda_asks_for_what_the_project_needs() -> None:
     recipe = yaml.safe_load((PACKAGING / "conda/recipe.yaml").read_text())
     run = dict(row.split(" >=") for row in recipe["requirements"]["run"])

@@ -80,31 +80,34 @@ def run_command(words: Sequence[str], around: Surroundings, folder: Path, cache:
     reading, writing = os.pipe()
     complaints, complaining = os.pipe()
     if around.stdout == "terminal":
-        os.close(reading), os.close(writing)
+        _close(reading, writing)
         reading, writing = pty.openpty()
         ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 24, around.columns or 80, 0, 0))
     child = os.fork()
     if child == 0:
         code = 70
         try:
-            os.close(reading), os.close(complaints)
+            _close(reading, complaints)
             code = _inside(words, around, folder, cache, writing, complaining)
         except BaseException:
             with contextlib.suppress(BaseException):
                 os.write(complaining, traceback.format_exc().encode())
         finally:
             os._exit(code)
-    os.close(writing), os.close(complaining)
+    _close(writing, complaining)
     if around.stdout == "closed":
-        os.close(reading)
+        _close(reading)
         reading = -1
     printed = _read_all([fd for fd in (reading, complaints) if fd >= 0], child)
     _, status = os.waitpid(child, 0)
-    for fd in (reading, complaints):
-        if fd >= 0:
-            os.close(fd)
+    _close(*(fd for fd in (reading, complaints) if fd >= 0))
     said = {fd: text.decode(around.encoding, errors="replace") for fd, text in printed.items()}
     return Ended(os.waitstatus_to_exitcode(status), said.get(reading, ""), said[complaints])
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _read_all(fds: Sequence[int], child: int) -> dict[int, bytes]:
@@ -140,7 +143,8 @@ def _inside(
     if around.stdout == "full":
         writing = os.open("/dev/full", os.O_WRONLY)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(writing, 1), os.dup2(complaining, 2)
+    os.dup2(writing, 1)
+    os.dup2(complaining, 2)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding=around.encoding, line_buffering=True)  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(
@@ -151,7 +155,7 @@ def _inside(
     )
     if around.stdout == "none":
         os.close(1)
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
     os.chdir(folder)
     _obey_permissions()
     if around.folder == "full":

@@ -123,6 +123,14 @@ def test_no_command_breaks(name: str, around: Surroundings, given: Path, tmp_pat
             assert path.read_text(encoding="utf-8").rstrip().endswith(f"</{path.suffix[1:]}>"), said
 
 
+def test_no_number_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    (tmp_path / "job.py").write_text(JOB)
+    for words in (["profile", "--frontier"], ["profile", "--batch", "1,2"]):
+        shown = outcore_command(words[0], "job.py", "--on", "v100", *words[1:], folder=tmp_path)
+        assert shown.returncode == 0 and "step" in shown.stdout and "…" not in shown.stdout, shown
+
+
 def test_a_stream_gets_the_nearest_characters_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"ascii": "3 us ### 2x ...", "latin-1": "3 µs ### 2× ...", "utf-8": "3 µs ███ 2× …"}
     for encoding, expected in wanted.items():

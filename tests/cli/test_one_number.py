@@ -73,6 +73,8 @@ def test_a_plain_step_is_the_same_in_every_command(job: str, tmp_path: Path) -> 
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["forecast"]["peak_bytes"] == peak
     assert facts["forecast"]["step_s"] == pytest.approx(step_s, rel=1e-6)
+    took = facts["measured"]  # the first step, which prepares what later ones reuse, is in neither figure
+    assert took["examples_per_s"] == pytest.approx(plain["batch"] / took["step_s"])
     if (tmp_path / "job.py").read_text().endswith(LOSS):
         assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
 
@@ -83,7 +85,7 @@ def test_a_step_takes_the_same_time_by_every_plan(job: str, on: list[str]) -> No
     step_s = profiled(job, *on)["step_s"]
     one = json.loads(run("plan", job, *on, "--devices", "1", "-o", "one.json", "--json").stdout)
     assert one["plan"]["predicted"]["time_s"] == pytest.approx(step_s, rel=1e-9)
-    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=0.01 if not on else 0.05)
+    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=0.02 if not on else 0.05)
     # Each of two replicas computes what one device alone does, and waits for the gradients of the other.
     made = outcore.Plan.load("one.json")
     replace(made, replicas=2, policy={}).save("two.json")

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
+import outcore
+from outcore.cli.profile import from_measured
+from outcore.cost.profile import profile, scale
+from outcore.machine import parse
 from tests.cli.command import outcore_command
 from tests.cli.test_graph import UNET
 
@@ -26,6 +34,19 @@ def test_several_batch_sizes_and_the_largest_that_fits() -> None:
     assert (one["batch"], two["batch"]) == (1, 2)
     assert one["peak_bytes"] < two["peak_bytes"]
     assert document["largest_batch"] > 100
+
+
+def test_what_was_measured_corrects_what_is_predicted_for_other_sizes() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+    job = outcore.Job(model=lambda: net, batch=lambda n: (torch.rand(n, 3, 64, 64), None), size=1)
+    device = parse("t4").devices[0]
+    found, small = scale(job, device, sizes=(1, 2, 8), limit=8), profile(job, device, size=2)
+    step = replace(small.step, wait_s=small.step.wait_s + 2 * small.step.step_s)  # three times as long as predicted
+    made = {p.size: p for p in from_measured(found, {2: replace(small, step=step)}).points}
+    assert made[2].measured_s == made[2].step_s == pytest.approx(3 * small.step.step_s)
+    for before in found.points:
+        assert made[before.size].step_s == pytest.approx(3 * before.step_s)
+        assert made[before.size].peak_bytes == before.peak_bytes
 
 
 def test_image_sizes_are_predicted_and_the_last_is_drawn(tmp_path: Path) -> None:

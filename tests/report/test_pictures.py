@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import torch
@@ -54,6 +55,10 @@ def test_curves_of_a_few_trials_are_told_apart_and_of_many_by_their_state() -> N
     few = draw_curves([trial(i) for i in range(3)])
     assert {"step", "training loss", "lr 0.1", "lr 0.2", "lr 0.3"} <= set(words(few))
     assert len(set(swatches(few))) == 3
+    alike = ElementTree.fromstring(draw_curves([replace(trial(0), number=i) for i in range(3)]))
+    lines = [e for e in alike.iter() if e.tag.endswith("polyline")]
+    assert len({e.get("points") for e in lines}) == 1  # on each other: what is below shows between dashes
+    assert lines[0].get("stroke-dasharray") is None and len({e.get("stroke-dasharray") for e in lines}) == 3
     many = draw_curves([trial(i, "pruned" if i % 2 else "complete") for i in range(12)])
     assert {"best", "complete", "pruned"} <= set(words(many))
     assert "no trial has made a step yet" in draw_curves([])

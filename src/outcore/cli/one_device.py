@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from outcore.cli.common.messages import working, wrote
+from outcore.cli.common.messages import table_console, working, wrote
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
@@ -102,7 +102,8 @@ def plan_on_one_device(
     console.print(str(step), highlight=False, markup=False)
     console.print(made.explain(), highlight=False, markup=False)
     console.print()
-    console.print(frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s, plain_bytes=plain_peak))
+    table = frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s, plain_bytes=plain_peak)
+    table_console().print(table)
 
 
 def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[StepModel, list[Assignment]]:

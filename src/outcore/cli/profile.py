@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outcore.cli.common.image_sizes import multiple_of, rounded, scale_images
-from outcore.cli.common.messages import Interruption, working, wrote
+from outcore.cli.common.messages import Interruption, table_console, working, wrote
 from outcore.cli.common.options import Arguments, Inputs, JobName, Json
 from outcore.cost.predicted.scaling import Scaling
 from outcore.cost.profile import Profile, largest_batch, scale
@@ -113,7 +113,7 @@ def profile(
         document["scan"] = chain.to_json()
     _write(document, output, json)
     if not json:
-        console = Console()
+        console = table_console()
         console.print(ProfileView(shown, depth=depth))
         if best is not None:
             console.print(f"largest batch that fits: {best}", highlight=False)
@@ -162,7 +162,7 @@ def _show_sizes(
         document["largest_batch"] = found.largest
     _write(document, output, json)
     if not json:
-        Console().print(scaling_table(found))
+        table_console().print(scaling_table(found))
     wrote(svg if profiles else None, output)
 
 

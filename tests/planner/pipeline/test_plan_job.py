@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,17 @@ def test_the_figures_of_a_plan_are_those_of_its_timeline() -> None:
         assert made.predicted is not None and made.predicted.bubble == timeline.bubble
         assert made.predicted.time_s == timeline.step_s
         assert timeline.name == made.arrangement
+
+
+def test_the_state_of_the_job_s_own_optimizer_is_counted() -> None:
+    def peak(optimizer: object) -> int:
+        job = replace(slides(4), optimizer=optimizer)  # type: ignore[arg-type]
+        made = plan_stages(job, devices=2, machine="2xv100", schedule="gpipe")
+        assert made.predicted is not None
+        return max(made.predicted.peak_bytes)
+
+    sgd = peak(lambda p: torch.optim.SGD(p, lr=0.1))
+    assert sgd < peak(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)) < peak(lambda p: torch.optim.Adam(p))
 
 
 def test_a_named_schedule_is_a_pipeline() -> None:

@@ -16,7 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["Interruption", "working", "wrote"]
+__all__ = ["Interruption", "table_console", "working", "wrote"]
+
+_TABLE_WIDTH = 80
 
 
 @contextlib.contextmanager
@@ -25,6 +27,11 @@ def working(what: str, *, quiet: bool = False) -> Iterator[None]:
     console = Console(stderr=True)
     with contextlib.nullcontext() if quiet or not console.is_terminal else console.status(what):
         yield
+
+
+def table_console() -> Console:
+    """Standard output, wide enough for every number of a table; a terminal that is narrower breaks its lines."""
+    return Console(width=max(Console().width, _TABLE_WIDTH))
 
 
 def wrote(*paths: Path | None) -> None:

@@ -161,7 +161,7 @@ class Overview {
       if (live) rows.push(make("button.act.main.resize", { onclick: () => askSize(store.batch, store.image === own[1] ? store.data.about.image : store.image) }, `Plan for ${here}`));
     } else if (store.data.about.resized) rows.push(make("p.note", {}, `Everything here is for ${sizeText(store.batch, store.image)}, as you chose. `, make("button.link.unsize", { onclick: () => askSize(null, null) }, "Back to the job's own size")));
     const command = commandText(store, store.atOwnSize ? "plan" : "explore");
-    if (command) rows.push(make("div.command", {}, make("code", {}, command), copyButton(() => command)));
+    if (command) rows.push(make("div.command", {}, make("code", {}, ...unbrokenWords(command)), copyButton(() => command)));
     if (store.budget !== null) rows.push(make("button.link", { onclick: () => store.setBudget(null) }, "Use all of the device's memory"));
     this.verdict.replaceChildren(...rows);
   }
@@ -269,11 +269,10 @@ class SizePlot {
     plot.area(rates, "fill rate");
     plot.path(rates, "series rate");
     plot.y = { min: 0, max: tops };
-    plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
+    plot.level(capacity, "limit");
+    const across = plot.py(capacity);
     plot.y = left;
-    const names = [["memory", held], ["rate", plot.py(rates.at(-1)[1])]].sort((a, b) => a[1] - b[1]);
-    const lower = Math.min(Math.max(plot.top + 21, names[1][1] + 4), plot.height - plot.bottom - 1), upper = Math.min(Math.max(plot.top + 8, names[0][1] + 4), lower - 13);
-    names.forEach(([name], i) => plot.add("text", { class: `tick ${name}-name`, x: plot.width - plot.right + 11, y: i ? lower : upper }, name));
+    plot.names([["memory", "memory", held], ["rate", "rate", plot.py(rates.at(-1)[1])], ["limit", store.budget === null ? "capacity" : "budget", across]]);
     const here = at(this.value), value = Math.min(x.max, Math.max(x.min, this.value));
     plot.upright(value, "here");
     this.handle.place(plot.px(value), plot.py(rate(this.value, here)), this.value, `${number(this.value)}${this.axis === "image" ? " px" : ""}`);

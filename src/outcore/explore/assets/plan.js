@@ -142,7 +142,7 @@ class PlanPanel {
   commands() {
     const { store } = this, plan = store.plan;
     if (!plan || !store.data.commands) return;
-    const rows = store.data.commands.filter(({ name }) => name !== "explore").map(({ name, what }) => [make("p.note", {}, what), make("div.command", {}, make("code", { title: commandText(store, name) }, commandText(store, name)), copyButton(() => commandText(store, name)))]).flat();
+    const rows = store.data.commands.filter(({ name }) => name !== "explore").map(({ name, what }) => [make("p.note", {}, what), make("div.command", {}, make("code", { title: commandText(store, name) }, ...unbrokenWords(commandText(store, name))), copyButton(() => commandText(store, name)))]).flat();
     const tiles = store.data.plans.tiles;
     const why = tiles ? [make("h2", {}, "In tiles"), make("pre.tiles", {}, tiles.text ?? tiles.refused)] : [];
     this.side.replaceChildren(

@@ -86,10 +86,22 @@ class Plot {
     if (words) this.add("text", { class: `tick ${end ? "end" : ""} ${name}-name`, x: at + (end ? -5 : 5), y: this.top + 9 }, words);
   }
 
-  level(y, name, words = "") {
+  level(y, name) {
     const at = this.py(y);
     this.add("line", { class: name, x1: this.left, x2: this.width - this.right, y1: at, y2: at });
-    if (words) this.add("text", { class: `tick end ${name}-name`, x: this.width - this.right, y: at - 4 }, words);
+  }
+
+  /** Names of curves and levels in the margin, where no curve is: [[class, words, height where it ends]], none over another. */
+  names(rows) {
+    const sorted = [...rows].sort((a, b) => a[2] - b[2]), last = this.height - this.bottom - 1;
+    let least = this.top + 8;
+    const heights = sorted.map(([, , wanted]) => {
+      const at = Math.max(least, wanted + 4);
+      least = at + 13;
+      return at;
+    });
+    for (let i = heights.length - 1, most = last; i >= 0; i--, most -= 13) heights[i] = Math.min(heights[i], most);
+    sorted.forEach(([name, words], i) => this.add("text", { class: `tick ${name}-name`, x: this.width - this.right + 11, y: heights[i] }, words));
   }
 }
 

@@ -95,6 +95,11 @@ function copyButton(text) {
   return button;
 }
 
+/** The words of a command, each of which stays on one line: a browser would break --devices after its first hyphen. */
+function unbrokenWords(text) {
+  return text.split(" ").flatMap((word, i) => (i ? [" ", make("span.word", {}, word)] : [make("span.word", {}, word)]));
+}
+
 function download(name, text) {
   const address = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   make("a", { href: address, download: name }).click();

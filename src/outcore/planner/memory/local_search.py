@@ -38,7 +38,7 @@ _NEAR = 0.9
 def perturbed(search: PolicySearch, current: Assignment) -> Assignment:
     """An assignment within the search's budget that is no slower than one that is."""
     draw, failed = random.Random(0), 0
-    while current.outcome.extra_s > 0 and failed < _PATIENCE and not search.ended:
+    while current.outcome.extra_s > 0 and failed < _PATIENCE and not search.ended():
         failed += 1
         tried = search.assign(_thrown_over(search, current, draw))
         if not tried.fits(search.budget):
@@ -70,11 +70,9 @@ def _thrown_over(search: PolicySearch, current: Assignment, draw: random.Random)
 def squeezed(search: PolicySearch, current: Assignment) -> Assignment:
     """An assignment whose peak is no higher."""
     better = True
-    while better:
+    while better and not search.ended():
         better = False
         for name, choices in search.choices.items():
-            if search.ended:
-                return current
             near = _NEAR * current.outcome.peak_bytes
             least, best = 0.999 * _above(current.outcome, near), None
             for how in (KEEP, *choices):
@@ -85,6 +83,8 @@ def squeezed(search: PolicySearch, current: Assignment) -> Assignment:
                         least, best = found, tried
             if best is not None:
                 current, better = best, True
+            if search.ended():
+                break
     return current
 
 
@@ -93,7 +93,7 @@ def drifted(search: PolicySearch, current: Assignment) -> Assignment:
     draw, failed, slowest = random.Random(0), 0, _SLOWER * current.outcome.time_s
     little = _LITTLE * current.outcome.peak_bytes
     names = [name for name in search.choices if search.keeping.buffers[name].bytes > little]
-    while names and failed < _PATIENCE * len(names) and not search.ended:
+    while names and failed < _PATIENCE * len(names) and not search.ended():
         failed += 1
         policy = dict(current.policy)
         for name in draw.sample(names, min(len(names), draw.choice((1, 1, 1, 2, 2, 3)))):

@@ -42,7 +42,7 @@ _RUN = 64
 """So many that are alike are kept again at once, if they fit; else half of them."""
 _FAR = 1.15
 """An assignment that was brought down to a smaller budget and is slower than this is searched for anew."""
-_EVALUATION_S, _BUFFER_S = 3e-5, 1e-6
+_EVALUATION_S, _BUFFER_S = 1.5e-5, 2e-7
 """What an evaluation takes, and more for each buffer, with the search around it."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
@@ -131,7 +131,6 @@ class PolicySearch:
         """From now on there is the whole time, or a share of it."""
         self.left_s = share * self.time_limit_s
 
-    @property
     def ended(self) -> bool:
         """Whether the time is used up."""
         return self.left_s <= 0
@@ -189,7 +188,7 @@ class PolicySearch:
     def descend(self, current: Assignment) -> Assignment:
         """Go down to the budget in steps: what helps a little below the peak differs from what helps far below."""
         target = self.budget
-        while not current.fits(target) and not self.ended:
+        while not current.fits(target) and not self.ended():
             peak = current.outcome.peak_bytes
             self.budget = max(target, int(0.92 * peak))
             lower = self.give_up(current)
@@ -209,7 +208,7 @@ class PolicySearch:
     def give_up(self, current: Assignment, most: int = 10_000) -> Assignment:
         """Take the best step down until the budget is met or nothing helps."""
         for _ in range(most):
-            if current.fits(self.budget) or self.ended:
+            if current.fits(self.budget) or self.ended():
                 break
             best, change, best_score = None, None, 0.0
             for i, (name, how) in enumerate(self.promising(current)):
@@ -339,7 +338,7 @@ class PolicySearch:
             names = list(group)
             waiting += [names[k : k + _RUN] for k in range(0, len(names), _RUN)]
         waiting.reverse()
-        while waiting and not self.ended:
+        while waiting and not self.ended():
             names = waiting.pop()
             tried = self.assign({**current.policy, **dict.fromkeys(names, KEEP)})
             if tried.fits(self.budget) and tried.outcome.time_s <= current.outcome.time_s:
@@ -358,7 +357,7 @@ class PolicySearch:
     def polish(self, current: Assignment) -> Assignment:
         """Keep the most expensive thing anyway, and repair with others, as long as that makes it faster."""
         tabu: set[str] = set()
-        while not self.ended:
+        while not self.ended():
             needed = self.keeping.resolved(current.policy)
             paid = [n for n, how in needed.items() if isinstance(how, Recompute) and n not in tabu]
             if not paid:

@@ -52,8 +52,9 @@ class IntervalTables:
 
     def always_bytes(self) -> Table:
         """Parameters, gradients and optimizer state."""
-        state = np.rint(self.pieces.state_per_parameter * self.weight_bytes)
-        table: Table = self.fixed_bytes + 2 * self.weight_bytes + state
+        table: Table = self.fixed_bytes + 2 * self.weight_bytes
+        if self.pieces.state_per_parameter:  # none of what is infinite, where nothing can be cut, is not a number
+            table = table + np.rint(self.pieces.state_per_parameter * self.weight_bytes)
         return table
 
     def single_bytes(self) -> Table:
