@@ -1,4 +1,4 @@
-"""The networks of the published figures, trained on the GPU that is here: python benchmarks/whatif-published/here.py OUT.
+"""The networks of the published figures, trained on the GPU that is here: here.py OUT.jsonl [SECONDS].
 
 What is predicted for another GPU is the estimate for the H200, carried over. Where a published figure is missed, a
 step of the same network measured here says which of the two was wrong. One line of JSON for each setup.
