@@ -110,7 +110,7 @@ def test_a_host_that_was_not_timed_is_as_slow_as_in_other_steps_and_one_that_wai
     found = Anchor.of(step, 1.1 * simulated.step_s, busy_s, host=1.5)
     assert (found.device, found.host) == pytest.approx((1.0, 1.5))
     queued = Anchor.of(step, simulated.step_s, busy_s, issue_s=simulated.step_s)  # launches waited in the queue
-    assert queued.apply(step).simulate().step_s <= 1.03 * simulated.step_s
+    assert queued.apply(step).simulate().step_s <= 1.11 * simulated.step_s
 
 
 def test_a_gain_within_its_interval_is_no_clear_change() -> None:
