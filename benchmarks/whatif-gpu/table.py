@@ -159,17 +159,26 @@ def _anchored(cost: Any, factor: float) -> Any:
 def show(found: list[dict[str, Any]]) -> None:
     for row in found:
         gains = f"{row['predicted_gain']:.2f}x | {row['measured_gain']:.2f}x | " if "predicted_gain" in row else ""
+        said = f" {judged(row)} |" if gains else ""
         name = f"{row['network']} | {row.get('share', '')} | {row['question']}".replace("|  |", "|")
         times = f"{row['predicted_s'] * 1e3:.1f} ms | {row['measured_s'] * 1e3:.1f} ms"
-        print(f"| {name} | {times} | {gains}{row['error']:+.1%} | {row['busy_error']:+.1%} |")
+        print(f"| {name} | {times} | {gains}{row['error']:+.1%} | {row['busy_error']:+.1%} |{said}")
+    summary(found)
+
+
+def summary(found: list[dict[str, Any]]) -> None:
+    if not found:
+        return
     for key in ("error", "busy_error"):
         errors = sorted(abs(row[key]) for row in found)
-        print(f"{key}: {len(errors)} cases, median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+        beyond = sum(error > 0.2 for error in errors)
+        print(f"{key}: {len(errors)} cases, median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, ", end="")
+        print(f"{beyond} beyond 20 %")
     by: dict[str, list[float]] = {}
     for row in found:
         by.setdefault(str(row.get("share", row["question"].partition("=")[0])), []).append(abs(row["error"]))
     print({k: f"{statistics.median(v):.1%}" for k, v in by.items()})
-    if found and "predicted_gain" in found[0]:
+    if "predicted_gain" in found[0]:
         signs(found)
 
 
@@ -202,8 +211,9 @@ def judged(row: dict[str, Any]) -> str:
     return "right" if side == real or (real == 0 and min(abs(low - 1), abs(high - 1)) <= CLEAR) else "wrong"
 
 
-if __name__ == "__main__":
-    dates = [word for word in sys.argv[1:] if not word.startswith("-")] or ["2026-11-17"]
+def main() -> None:
+    dates = [word for word in sys.argv[1:] if not word.startswith("-")] or ["2026-11-17", "2026-11-17-evening"]
+    latest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {"techniques": {}, "shares": {}}
     for date in dates:
         made = {
             "techniques": list(techniques(f"{date}-techniques.jsonl")),
@@ -211,7 +221,15 @@ if __name__ == "__main__":
         }
         for name, found in made.items():
             if found:
-                print(f"\n{name}")
+                print(f"\n{date}: {name}")
                 show(found)
+            latest[name] |= {(r["network"], r["question"], r.get("share")): r for r in found}
         if "--save" in sys.argv:
             (RESULTS / f"{date}-predicted.json").write_text(json.dumps(made, indent=1) + "\n")
+    for name, rows_of in latest.items():
+        print(f"\n{name}, of each case the last")
+        summary(list(rows_of.values()))
+
+
+if __name__ == "__main__":
+    main()

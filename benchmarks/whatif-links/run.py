@@ -1,8 +1,9 @@
 """Trains over real links and predicts the same: python benchmarks/whatif-links/run.py; needs root, takes minutes.
 
-For every link: a probe (two all-reduces) measures its latency and rate; then DDP and FSDP2 are trained by one process
-per host, each a network namespace. The prediction knows the step of one rank alone (trained as one of as many
-processes, which do not speak), the probe, and the recorded step; nothing of the training over the link.
+For every link DDP and FSDP2 are trained by one process per host, each a network namespace, in turn with the same
+network alone (as many processes, which do not speak) and with probes: an all-reduce of few bytes, one of 16 MiB, and an
+all-gather of 16 MiB. The prediction knows the step alone, the probes of the same rounds, and the recorded step; nothing
+of the training over the link.
 """
 
 from __future__ import annotations
@@ -63,13 +64,16 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
 
 
 def link_of(probe: dict[str, Any], ranks: int, name: str) -> ClusterLink:
-    """Latency and rate from two all-reduces of the ring algorithm."""
+    """Latency and rates from an all-reduce of few bytes, and of many, by the ring algorithm, and an all-gather."""
     hops = 2 * (ranks - 1)
     latency_s = probe["small_s"] / hops
     moved = hops / ranks * probe["large_bytes"]
     rate = moved / max(1e-9, probe["large_s"] - probe["small_s"])
+    gathered = 1.0
+    if "gathered_s" in probe:
+        gathered = moved / 2 / max(1e-9, probe["gathered_s"] - probe["small_s"] / 2) / rate
     link = Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=latency_s)
-    return ClusterLink(name, link, share=1.0, trees=False)
+    return ClusterLink(name, link, share=1.0, trees=False, gathered=gathered)
 
 
 def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ClusterLink) -> float:
@@ -122,11 +126,14 @@ def main() -> None:
     for count, rate, delay in (LINKS[n] for n in wanted):
         name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
         with hosts(count, rate, delay) as names:
-            every = trained(names, 8 if rate >= 1000 else 4)
-            probe = every["probe"]
-            link = link_of(probe, count, name)
+            every = trained(names, 9 if rate >= 1000 else 5)
             for network, strategy in CASES:
-                alone, real = every[network]["alone"], every[network][strategy]
+                found = every[network]
+                probe = {f"{k}_s": found[k]["step_s"] for k in ("small", "large", "gathered")} | {
+                    "large_bytes": 16 << 20
+                }
+                link = link_of(probe, count, name)
+                alone, real = found["alone"], found[strategy]
                 predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
                 rows.append(
                     {
@@ -135,6 +142,7 @@ def main() -> None:
                         "error": predicted_s / real["step_s"] - 1,
                         "predicted_helps": count * alone["step_s"] > predicted_s,
                         "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
+                        "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
                     }
                 )  # fmt: skip
                 show(rows[-1])

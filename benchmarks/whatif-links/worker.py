@@ -1,4 +1,8 @@
-"""One rank of a training over a real link: a probe, then DDP and FSDP2. Started by run.py, in a namespace."""
+"""One rank of a training over a real link: steps alone, of DDP and of FSDP2 in turn. Started by run.py, in a namespace.
+
+A machine that others use too changes its speed within seconds. So the three ways of training are stepped in turn, with
+a probe of the link in every round, and what is compared comes from the same rounds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +25,40 @@ STRATEGIES = ("data_parallel", "sharded")
 
 
 def main() -> None:
-    out, steps = Path(sys.argv[1]), int(sys.argv[2])
+    out, rounds = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {"probe": probe()}
+    found: dict[str, Any] = {}
     for network in NETWORKS:
-        found[network] = {s: trained(network, s, 12 if s == "alone" else steps) for s in ("alone", *STRATEGIES)}
-        again = trained(network, "alone", 12)
-        found[network]["alone"] = {"step_s": (found[network]["alone"]["step_s"] + again["step_s"]) / 2}
+        steps = {strategy: stepped(network, strategy) for strategy in ("alone", *STRATEGIES)}
+        times: dict[str, list[float]] = {name: [] for name in (*steps, *PROBES)}
+        for number in range(rounds + 1):
+            for name, step in steps.items():
+                times[name].append(timed(step))
+            for name, (collective, nbytes) in PROBES.items():
+                if number < 1 + PROBED:
+                    times[name].append(timed(lambda c=collective, n=nbytes: c(n)))
+        found[network] = {
+            name: {"step_s": statistics.median(took[1:]), "all_s": [round(t, 5) for t in took[1:]]}
+            for name, took in times.items()
+        }
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trained(network: str, strategy: str, steps: int) -> dict[str, float]:
-    """Median time of a step: alone (all ranks at once, without a word between them), or by a strategy."""
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of a call that all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def stepped(network: str, strategy: str) -> Callable[[], None]:
+    """A step: alone (all ranks at once, without a word between them), or by a strategy."""
     job, size = NETWORKS[network], dist.get_world_size()
     model = job.build().train()
     (x,), _, target = job.example()
@@ -50,30 +72,34 @@ def trained(network: str, strategy: str, steps: int) -> dict[str, float]:
                 fully_shard(child, mesh=mesh)
         fully_shard(model, mesh=mesh)
     assert job.optimizer is not None and job.loss is not None
-    optimizer = job.optimizer(trained.parameters())
-    times = []
-    for step in range(steps + 2):
-        dist.barrier()
-        start = time.perf_counter()
+    loss, optimizer = job.loss, job.optimizer(trained.parameters())
+
+    def step() -> None:
         optimizer.zero_grad()
-        job.loss(trained(x), target).backward()
+        loss(trained(x), target).backward()
         optimizer.step()
-        if step >= 2:
-            times.append(time.perf_counter() - start)
-    return {"step_s": statistics.median(times), "fastest_s": min(times), "steps": len(times)}
+
+    return step
 
 
-def probe() -> dict[str, float]:
-    """Seconds of an all-reduce of few and of many bytes."""
-    found = {}
-    for name, count, runs in (("small_s", 16, 8), ("large_s", 1 << 20, 3)):
-        values = torch.ones(count)
-        dist.all_reduce(values)
-        start = time.perf_counter()
-        for _ in range(runs):
-            dist.all_reduce(values)
-        found[name] = (time.perf_counter() - start) / runs
-    return found | {"large_bytes": 4 << 20}
+def all_reduce(nbytes: int) -> None:
+    dist.all_reduce(torch.ones(nbytes // 4))
+
+
+def gather(nbytes: int) -> None:
+    """To so many bytes on each rank."""
+    count, ranks = nbytes // 4, dist.get_world_size()
+    dist.all_gather_into_tensor(torch.empty(count // ranks * ranks), torch.ones(count // ranks))
+
+
+PROBED = 3
+"""Rounds with a probe; large ones take long over slow links."""
+SMALL, LARGE = 64, 16 << 20
+PROBES: dict[str, tuple[Callable[[int], None], int]] = {
+    "small": (all_reduce, SMALL),
+    "large": (all_reduce, LARGE),
+    "gathered": (gather, LARGE),
+}
 
 
 if __name__ == "__main__":

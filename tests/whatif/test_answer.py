@@ -17,6 +17,7 @@ from outcore.whatif.elsewhere import carried_to, try_gpus
 from outcore.whatif.recording import record_setup, turned
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
+from outcore.whatif.trial import run_in_turn
 from tests.whatif.jobs import images
 
 H200, V100 = (parse(name).devices[0] for name in ("h200", "v100"))
@@ -101,6 +102,44 @@ def test_a_step_is_anchored_to_what_was_measured() -> None:
     assert simulated.bound_by == "host"
 
 
+def test_a_host_that_was_not_timed_is_as_slow_as_in_other_steps_and_one_that_waits_for_the_device_is_not_slow() -> None:
+    step = record_setup(TrainingSetup(images(4096)), H200).step
+    simulated = step.simulate()
+    assert simulated.bound_by == "device"
+    busy_s = simulated.busy_s("device")
+    found = Anchor.of(step, 1.1 * simulated.step_s, busy_s, host=1.5)
+    assert (found.device, found.host) == pytest.approx((1.0, 1.5))
+    queued = Anchor.of(step, simulated.step_s, busy_s, issue_s=simulated.step_s)  # launches waited in the queue
+    assert queued.apply(step).simulate().step_s <= 1.11 * simulated.step_s
+
+
+def test_a_gain_within_its_interval_is_no_clear_change() -> None:
+    small = outcore.whatif.ask(images(4), ["graphs", "relu:0.9x"], device=H200).answers
+    large = outcore.whatif.ask(images(4096), ["graphs", "batch=1"], device=H200).answers
+    said = [answer.verdict for answer in (*small, *large)]
+    assert said == ["faster", "no clear change", "no clear change", "slower"]
+    for answer in (*small, *large):
+        low, high = answer.gain_interval
+        assert low <= answer.gain <= high and answer.to_json()["verdict"] == answer.verdict
+
+
+def test_fewer_multiprocessors_slow_poolings_down_and_norms_of_few_channels_not() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.MaxPool2d(2))
+
+    job = outcore.Job(model=model, batch=lambda n: (torch.randn(n, 3, 66, 66), None), size=256)
+    found = record_setup(TrainingSetup(job), H200)
+    assert H200.sms is not None
+    half = replace(H200, sms=H200.sms // 2, rates={name: rate / 2 for name, rate in H200.rates.items()})
+    costs = carry_costs(found.profile.costs, found.profile.graph, H200, half)
+    ratios = []
+    for name in ("1#0", "2#0"):
+        before, after = found.profile.costs.calls[name].backward, costs.calls[name].backward
+        assert before is not None and after is not None
+        ratios.append(after.median_s / before.median_s)
+    assert ratios[0] == pytest.approx(1.0) and 1.2 < ratios[1] <= 2.0
+
+
 def test_carrying_over_to_the_same_gpu_changes_nothing() -> None:
     found = record_setup(TrainingSetup(images(64)), H200)
     same = carried_to(found, replace(H200, name="another of them"))
@@ -138,3 +177,6 @@ def test_what_can_be_run_is_run_and_shown_beside_the_prediction() -> None:
     assert found.base.error == pytest.approx(0.0, abs=1e-6)
     assert batch.trial is not None and fused.trial is not None and batch.measured_gain is not None
     assert free.trial is None and "cannot be run" in free.not_run and "GPU" in graphs.not_run
+    plain = TrainingSetup(images())
+    trials = run_in_turn((plain, replace(plain, fused_optimizer=True)), "cpu", seconds=0.05)
+    assert len(trials) == 2 and trials[0].steps == trials[1].steps

@@ -24,8 +24,8 @@ __all__ = ["Anchor"]
 _LEAST, _MOST = 0.2, 5.0
 _EXPLAINED = 1.06
 """A step that takes so little more than the device computes says nothing of the host."""
-_NOISE = 1.02
-"""A simulated step that takes so little more than the real one does not contradict it."""
+_NOISE = 1.1
+"""A simulated step that takes so little more than the real one does not contradict a host that was timed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ What its operations and bytes must take on any GPU is computed for both. Without
 all of it is waiting for memory, and goes by the bandwidth. Of a matrix product the rest (tiles that do not fill the
 device, loads that the kernel waits for) is work of the multiprocessors: it grows with the waves of thread blocks that
 the other GPU needs, and with the time of a cycle. So is the rest of a pooling, whose kernels compare and look for
-indices: the backward of a max pooling takes six times as long as its bytes. So a convolution that leaves tensor cores
+indices: the backward of a max pooling takes six times as long as its bytes. A batch norm over images with channels
+outermost has one thread block for each channel, which seldom fill a GPU: beyond its bytes it goes by the clock alone,
+and half of an H200's multiprocessors take it no longer than all of them. So a convolution that leaves tensor cores
 waiting is not taken to leave plain multipliers waiting, whose rate is a thirtieth. Times of the host stay, as the host
 does.
 """
@@ -31,6 +33,8 @@ _REACHED = 0.85
 """Share of the matrix rate and of the bandwidth that the best kernels reach."""
 _TILE = 128 * 128
 """Elements of a result that one thread block makes."""
+_NORM_PASSES = (3, 5)
+"""Passes of a batch norm over its images, forward and backward."""
 
 
 def carry_costs(costs: Costs, graph: Graph, origin: Device, target: Device) -> Costs:
@@ -53,6 +57,8 @@ def _call(graph: Graph, name: str, cost: CallCost, origin: Device, target: Devic
     elements = math.prod(graph.values[call.outputs[0]].shape) if call.outputs else 1
     moved = taken + given + cost.parameter_bytes
     waves = wave_ratio(elements / _TILE, origin, target)
+    clock = origin.clock_hz / target.clock_hz if origin.clock_hz and target.clock_hz else None
+    by_channel = clock is not None and _is_by_channel(graph, name, cost.type)
 
     def carried(timing: TimedRuns | None, flops: int, nbytes: int) -> TimedRuns | None:
         if timing is None or timing.median_s <= 0:
@@ -60,7 +66,12 @@ def _call(graph: Graph, name: str, cost: CallCost, origin: Device, target: Devic
         before = _least_s(origin, dtype, flops, nbytes)
         after = _least_s(target, dtype, flops, nbytes)
         if not flops and not _counts(cost.type):  # what such a kernel loses, it loses waiting for memory
-            return timing.scaled(origin.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s)
+            streamed = origin.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
+            if not by_channel:
+                return timing.scaled(streamed)
+            passes = _NORM_PASSES[timing is cost.backward]
+            share = min(1.0, passes * given / (_REACHED * origin.bandwidth_bytes_per_s) / timing.median_s)
+            return timing.scaled(share * streamed + (1 - share) * (clock or 1.0))
         rest_s = max(0.0, timing.median_s - before)
         # Faster than its own bytes and operations: it found them in the cache, or has an algorithm of fewer operations.
         fits = min(1.0, timing.median_s / before) if before else 1.0
@@ -73,6 +84,12 @@ def _call(graph: Graph, name: str, cost: CallCost, origin: Device, target: Devic
         backward=carried(cost.backward, cost.flops_backward, backward_bytes),
         time_source="scaled",
     )
+
+
+def _is_by_channel(graph: Graph, name: str, kind: str) -> bool:
+    """Whether a call is a batch norm of images with channels outermost."""
+    values = [graph.values[v] for v in graph.calls[name].outputs[:1]]
+    return "BatchNorm" in kind and any(len(v.shape) > 3 and v.stride[1:2] != (1,) for v in values)
 
 
 def _counts(kind: str) -> bool:

@@ -52,6 +52,8 @@ class ClusterLink:
     """Whether the library takes a tree where that is faster; gloo does not."""
     steals: float = 0.0
     """Share of the time of hidden communication that the device loses to it."""
+    gathered: float = 1.0
+    """Rate of an all-gather over that of an all-reduce."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -81,7 +83,7 @@ class ClusterLink:
         if ranks < 2:
             return 0.0
         hops = math.ceil(math.log2(ranks)) if self.trees else ranks - 1
-        return (ranks - 1) / ranks * nbytes / self.bytes_per_s + hops * self.latency_s
+        return (ranks - 1) / ranks * nbytes / (self.gathered * self.bytes_per_s) + hops * self.latency_s
 
     def faster(self, factor: float) -> ClusterLink:
         """The link so many times as fast."""
