@@ -216,10 +216,9 @@ def main() -> None:
         os.environ["SLIDE_DEVICE"] = given.device
     began, rows, checks = time.monotonic(), list[dict[str, Any]](), list[dict[str, Any]]()
     given.out.mkdir(parents=True, exist_ok=True)
-    where = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() and given.device != "cpu" else platform.processor()
-    )
     with mps() as shared, tempfile.TemporaryDirectory() as folder:
+        gpu = torch.cuda.is_available() and given.device != "cpu"  # asked when the server runs
+        where = torch.cuda.get_device_name() if gpu else platform.processor()
         for number, network in enumerate(NETWORKS):
             if network.name not in given.networks:
                 continue
