@@ -28,6 +28,7 @@ from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of,
 from outcore.program import Timeline, chart, rich_gantt, save_trace
 from outcore.spatial import plan_grid
 from outcore.spatial.choose import plan as make_plan
+from outcore.spatial.plan import is_over_pixels
 from outcore.spatial.timeline import predict_timeline
 from outcore.stream.one_device import simulate_tiles
 
@@ -107,7 +108,8 @@ def plan(
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
     if grid is not None:
-        made = plan_grid(graph, _grid(grid), devices=count, memory=budget, machine=where)
+        pixels = is_over_pixels(found, graph)
+        made = plan_grid(graph, _grid(grid), devices=count, memory=budget, machine=where, over_pixels=pixels)
         if output is not None:
             made.save(output)
         typer.echo(json_module.dumps(made.to_json(), indent=1) if json else str(made))

@@ -35,8 +35,7 @@ from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_by
 from outcore.planner.pipeline.plan_job import plan as plan_stages
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.spatial.mixed import mixed_plans
-from outcore.spatial.plan import GridChoice, GridSearch
-from outcore.stream.execute.pixel_loss import PixelLoss
+from outcore.spatial.plan import GridChoice, GridSearch, is_over_pixels
 from outcore.stream.job_plan import plan as plan_one_device
 
 __all__ = ["plan"]
@@ -119,8 +118,7 @@ def plan(
         stages = refused
     chosen = stages
     if schedule is None and balance is None and batch_norm != "deferred" and graph.executable is not None:
-        over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
-        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels)
+        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, is_over_pixels(source, graph))
         chosen = search.compared(stages)
     if isinstance(chosen, PlanError):
         raise chosen

@@ -14,8 +14,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from outcore.cost.costs import Costs
-from outcore.errors import PlanError
+from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
@@ -32,10 +34,10 @@ from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.script import part_scripts, step_s
 from outcore.spatial.timeline import grid_timeline
 from outcore.stage_names import name_stages
-from outcore.stream.execute.pixel_loss import PixelLoss
+from outcore.stream.execute.pixel_loss import PixelLoss, pixel_loss_of
 from outcore.stream.network import RegionNetwork
 
-__all__ = ["GridChoice", "GridSearch", "plan_grid"]
+__all__ = ["GridChoice", "GridSearch", "is_over_pixels", "plan_grid"]
 
 _TRIED = 48
 """Exchanges that are tried to be computed twice, or early."""
@@ -183,6 +185,7 @@ def plan_grid(
     machine: str | Machine | None = None,
     batch: int | None = None,
     costs: Costs | None = None,
+    over_pixels: bool | None = None,
 ) -> Plan:
     """Share the image of a network among ranks.
 
@@ -203,6 +206,8 @@ def plan_grid(
         machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
         batch: samples of a step; the job's own if not given.
         costs: of every call; estimated for the machine if not given.
+        over_pixels: whether the loss is a sum or mean over the pixels of the output, which each rank can take of its
+            part; a job's loss is looked at if not given.
 
     Raises:
         PlanError: nothing of the network can be split, or no grid fits; says the least that would.
@@ -210,8 +215,8 @@ def plan_grid(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     graph = source.capture(batch) if isinstance(source, Job) else source
     limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
-    over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
-    search = GridSearch(graph, weights_on(where, graph, costs), links_of(where), over_pixels=over_pixels)
+    pixels = is_over_pixels(source, graph) if over_pixels is None else over_pixels
+    search = GridSearch(graph, weights_on(where, graph, costs), links_of(where), over_pixels=pixels)
     count = devices or where.ranks
     grids = [shape_of(tuple(grid), search.network.rank)] if grid is not None else list(search.grids(count))
     found = sorted(map(search.choice, grids), key=lambda c: c.time_s)
@@ -231,6 +236,20 @@ def plan_grid(
         f"no grid of {len(found[0].layout.grid)} ranks holds the network within {format_bytes(limit)}; it takes "
         f"{format_bytes(least)} on every rank; ask for that much, or for more ranks"
     )
+
+
+def is_over_pixels(source: Job | Graph, graph: Graph) -> bool:
+    """Whether the loss of a job is a sum or mean over the pixels of what the network returns."""
+    if not isinstance(source, Job) or pixel_loss_of(source.loss) is None or len(graph.outputs) != 1:
+        return False
+    try:
+        target = source.example(device="meta")[2]
+    except (OutcoreError, NotImplementedError):
+        return isinstance(source.loss, PixelLoss)
+    if not isinstance(target, torch.Tensor):  # a source, or not known yet
+        return isinstance(source.loss, PixelLoss)
+    shape = graph.values[graph.outputs[0]].shape or ()
+    return len(shape) > 2 and tuple(target.shape[-(len(shape) - 2) :]) == tuple(shape[2:])
 
 
 def _image(network: RegionNetwork) -> str:
