@@ -64,8 +64,13 @@ class PixelLoss:
         return loss * share if self.reduction == "mean" else loss
 
 
-_MEANS: frozenset[Any] = frozenset(
-    (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+_MEANS: tuple[Any, ...] = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
 )
 _MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 
@@ -81,7 +86,8 @@ def pixel_loss_of(loss: Any) -> PixelLoss | None:
     if type(loss) in _MODULES and loss.reduction in ("mean", "sum"):
         alike = getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
         return PixelLoss(loss, loss.reduction) if alike else None
-    return PixelLoss(loss) if isinstance(loss, Hashable) and loss in _MEANS else None
+    known = any(loss is mean for mean in _MEANS)
+    return PixelLoss(loss) if known else None
 
 
 @dataclass
