@@ -102,6 +102,8 @@ GRIDS = {"1 rank": (1, 1), "1 x 2": (1, 2), "2 x 2": (2, 2)}
 def mps() -> Any:
     """NVIDIA's server that lets processes compute on one GPU at the same time, if it is installed."""
     started = False
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # one that another run has left
+        subprocess.run(["nvidia-cuda-mps-control"], input=b"quit -t 5\n", check=False, timeout=20, capture_output=True)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         started = subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False, timeout=20).returncode == 0
     try:
@@ -109,7 +111,7 @@ def mps() -> Any:
     finally:
         if started:
             with contextlib.suppress(subprocess.SubprocessError):  # it waits for processes that are still there
-                subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, timeout=30)
+                subprocess.run(["nvidia-cuda-mps-control"], input=b"quit -t 5\n", check=False, timeout=30)
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
 """A slide of 32,768 x 32,768 pixels on four ranks, each of which streams its part in tiles, beside one rank.
 
     python benchmarks/unet-grid/slide.py --out $OUT                        # one GPU, four ranks under CUDA MPS
-    python benchmarks/unet-grid/slide.py --size 1024 --device cpu --tile 256    # the same, small
+    python benchmarks/unet-grid/slide.py --size 1024 --device cpu --tile 256 --most 1000    # the same, small
 
 The slide is made up where it is read: bytes of a pattern, shifted from block to block, so that no two blocks are equal;
-no rank holds more of it than a tile. Batch norms have fixed statistics, as is usual where slides are streamed. Two
-networks: a narrow U-Net in float64, whose target is as large as the slide and is read in tiles as well (each rank takes
-its term of the loss), and a ResNet-18 in float32 with one label. Every network is trained from the same weights on one
-rank and on a grid of 2 x 2. Compared are losses, and the gradients of every parameter in every step by the largest
-difference over the largest gradient of the network.
+no rank holds more of it than a tile. Batch norms have fixed statistics, as is usual where slides are streamed. A narrow
+U-Net, whose target is as large as the slide and is read in tiles as well (each rank takes its term of the loss), and a
+ResNet-18 with one label, in float32; before them the U-Net in float64 on an eighth of the side. Every network is
+trained from the same weights on one rank and on a grid of 2 x 2. Compared are losses, and the gradients of every
+parameter in every step by the largest difference over the largest gradient of the network.
 
 A case that fails, or is not begun in time, stays in the table.
 """
@@ -16,6 +16,7 @@ A case that fails, or is not begun in time, stays in the table.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
@@ -117,16 +118,19 @@ class Network:
     tolerance: float
     pixels: bool
     """Whether the loss is over pixels."""
+    part: int = 1
+    """The side of the slide is divided by this."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(7)
-        if self.name == "resnet18":
+        if self.name.startswith("resnet18"):
             return _fixed(torchvision_model("resnet18")).to(self.dtype)
         return _fixed(UNet(3, 2, width=4, depth=3)).to(self.dtype)
 
 
 NETWORKS = (
-    Network("unet", torch.float64, 2048, 1e-3, 1e-10, True),
+    Network("unet-float64", torch.float64, 1024, 1e-3, 1e-10, True, 8),
+    Network("unet", torch.float32, 4096, 1e-3, 1e-4, True),
     Network("resnet18", torch.float32, 4096, 1e-6, 1e-4, False),
 )
 
@@ -136,9 +140,10 @@ def _example(network: Network, size: int) -> torch.Tensor:
     return torch.empty(1, 3, size, size, dtype=network.dtype, device="meta")
 
 
-def train(number: int, plan: dict[str, Any], size: int, steps: int, folder: str) -> dict[str, Any]:
+def train(number: int, plan: dict[str, Any], size: int, steps: int, folder: str, most_s: float) -> dict[str, Any]:
     """On one rank: losses, seconds of steps, peaks; the first rank writes its gradients to a folder."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    faulthandler.dump_traceback_later(most_s, exit=True)  # a case that takes too long says where it is, and ends
     network, began = NETWORKS[number], time.perf_counter()
     slide = Slide(size, network.dtype)
     target = Labels(slide) if network.pixels else torch.tensor([3])
@@ -167,6 +172,8 @@ def train(number: int, plan: dict[str, Any], size: int, steps: int, folder: str)
             if cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
+            if engine.rank == 0:
+                print(f"{network.name} on {made.ranks}: ready {ready_s:.1f} s, step {times[-1]:.2f} s", flush=True)
         peaks = {}
         if cuda:
             peaks = {
@@ -175,6 +182,7 @@ def train(number: int, plan: dict[str, Any], size: int, steps: int, folder: str)
             }
         if engine.rank == 0:
             torch.save(gradients, Path(folder) / f"{network.name}-{made.ranks}.pt")
+    faulthandler.cancel_dump_traceback_later()
     return {"losses": losses, "step_s": times, "ready_s": ready_s, **peaks}
 
 
@@ -209,6 +217,7 @@ def main() -> None:
     parser.add_argument("--tile", type=int, default=None, help="Pixels of a tile's side; 2048 if not given.")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--limit", type=float, default=220.0, help="Seconds after which no case is begun.")
+    parser.add_argument("--most", type=float, default=70.0, help="Seconds after which a case is ended.")
     parser.add_argument("--device", default=None)
     parser.add_argument("--networks", nargs="*", default=[n.name for n in NETWORKS])
     given = parser.parse_args()
@@ -216,23 +225,23 @@ def main() -> None:
         os.environ["SLIDE_DEVICE"] = given.device
     began, rows, checks = time.monotonic(), list[dict[str, Any]](), list[dict[str, Any]]()
     given.out.mkdir(parents=True, exist_ok=True)
-    where = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() and given.device != "cpu" else platform.processor()
-    )
     with mps() as shared, tempfile.TemporaryDirectory() as folder:
+        gpu = torch.cuda.is_available() and given.device != "cpu"  # asked when the server runs
+        where = torch.cuda.get_device_name() if gpu else platform.processor()
         for number, network in enumerate(NETWORKS):
             if network.name not in given.networks:
                 continue
             for grid in ([2, 2], [1, 1]):
-                row: dict[str, Any] = {"network": network.name, "size": given.size, "grid": grid}
-                row |= {"dtype": str(network.dtype).removeprefix("torch."), "tile": given.tile or network.tile}
+                size, tile = given.size // network.part, given.tile or network.tile
+                row: dict[str, Any] = {"network": network.name, "size": size, "grid": grid}
+                row |= {"dtype": str(network.dtype).removeprefix("torch."), "tile": tile}
                 rows.append(row)
                 if time.monotonic() - began > given.limit:
                     row["error"] = "not begun: out of time"
                     continue
                 try:
-                    plan = _plan(network, given.size, grid, given.tile or network.tile)
-                    row["ranks"] = launch(train, plan.ranks, number, plan.to_json(), given.size, given.steps, folder)
+                    plan, most_s = _plan(network, size, grid, tile), given.most
+                    row["ranks"] = launch(train, plan.ranks, number, plan.to_json(), size, given.steps, folder, most_s)
                     if grid == [1, 1] and "ranks" in rows[-2]:
                         checks.append(_compared(network, folder))
                         losses = [r["ranks"][0]["losses"] for r in rows[-2:]]

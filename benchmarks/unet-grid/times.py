@@ -11,6 +11,7 @@ which no more compute at once than there are processors, with that link, is what
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import os
@@ -43,6 +44,7 @@ from mps import mps, torchvision_model
 
 STEPS = 8
 SKIPPED = 3
+_MOST_S = float(os.environ.get("MOST_S", "60"))
 
 
 def _chain(width: int) -> nn.Module:
@@ -109,6 +111,7 @@ def _link(engine: Engine) -> dict[str, float]:
 def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
     """On one rank: the link, seconds of the steps, and in which of them it waited."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    faulthandler.dump_traceback_later(_MOST_S, exit=True)  # a case that takes too long says where it is, and ends
     chosen, made = job(name, cuda, scale), outcore.Plan.from_json(plan)
     if not cuda:
         torch.set_num_threads(1)
@@ -129,6 +132,7 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
         events = [e for e in engine.timeline().events if e.rank == engine.rank]
+    faulthandler.cancel_dump_traceback_later()
     halos = sum(e.end_s - e.start_s for e in events if e.kind == "halo" and e.stream == "receive")
     return {"link": link, "step_s": times[SKIPPED:], "receiving_s": halos, "loss": loss}
 
@@ -181,9 +185,9 @@ def main() -> None:
         torch.set_num_threads(1)
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    where = torch.cuda.get_device_name() if cuda else f"{platform.processor()}, {given.cores} cores"
     name = f"times-{'gpu' if cuda else f'{given.cores}-cores'}"
-    with mps() as shared:
+    with mps() as shared:  # before anything touches the GPU
+        where = torch.cuda.get_device_name() if cuda else f"{platform.processor()}, {given.cores} cores"
         for network in given.networks:
             if time.monotonic() - began > given.limit:
                 rows.append({"network": network, "error": "not begun: out of time"})

@@ -150,8 +150,9 @@ def _train_on_pixels(spatial: dict[str, Any] | None, reduction: str, pieces: int
     model, x = _small_network()
     read: list[int] = []
     target = _source(x * 2, read)
-    scale = 1 / x.numel() if reduction == "sum" else 1.0
-    loss = outcore.stream.PixelLoss(lambda a, b: scale * F.mse_loss(a, b, reduction=reduction), reduction)
+    loss: Any = F.mse_loss  # known to be a mean over elements
+    if reduction == "sum":
+        loss = outcore.stream.PixelLoss(lambda a, b: F.mse_loss(a, b, reduction="sum") / x.numel(), "sum")
     fingerprint = outcore.capture(model, x).fingerprint
     made = outcore.Plan(fingerprint, (("",),), micro_batches=pieces, spatial=spatial, exactness="reassociated")
     with Engine(model, made, loss=loss, optimizer=momentum, example=x[: 2 // pieces], reduction=reduction) as engine:
@@ -188,7 +189,7 @@ def test_a_loss_in_parts_needs_a_loss_over_pixels() -> None:
     assert found == pytest.approx(_train_on_pixels(None, "mean", 1)[0][0], rel=1e-10)
     in_parts = outcore.Plan(plan.graph, (("",),), spatial={"grid": [1, 1], "tile": 9, "loss": "parts"})
     with pytest.raises(PlanError, match="PixelLoss"):
-        Engine(model, in_parts, loss=F.mse_loss, optimizer=momentum, example=x)
+        Engine(model, in_parts, loss=F.cross_entropy, optimizer=momentum, example=x)
 
 
 def _save_or_go_on(path: str, plan: dict[str, Any], save: bool) -> list[float]:

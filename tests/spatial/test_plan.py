@@ -34,6 +34,21 @@ def test_what_follows_the_image_is_a_stage_of_its_own() -> None:
     plan.validate(_graph(head=True), ranks=4)
 
 
+def test_a_loss_over_pixels_leaves_nothing_to_gather() -> None:
+    def job(loss: object) -> outcore.Job:
+        def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.randn(size, 3, 64, 64), torch.randn(size, 4, 64, 64)
+
+        return outcore.Job(model=lambda: nn.Conv2d(3, 4, 3, padding=1), batch=batch, loss=loss, size=1)  # type: ignore[arg-type]
+
+    parts = plan_grid(job(nn.MSELoss()), (2, 2), machine="v100x4")
+    whole = plan_grid(job(lambda out, target: (out - target).square().mean()), (2, 2), machine="v100x4")
+    assert parts.spatial == {"grid": [2, 2], "loss": "parts"} and whole.spatial == {"grid": [2, 2]}
+    assert parts.predicted is not None and whole.predicted is not None
+    assert parts.predicted.time_s < whole.predicted.time_s
+    assert parts.predicted.peak_bytes[0] < 0.5 * whole.predicted.peak_bytes[0]
+
+
 def test_a_slow_link_has_halos_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outcore.spatial.script.POSTING_S", 0.0)
     slow = replace(parse("v100x4"), between_devices=Link.symmetric(bandwidth_bytes_per_s=1e9, latency_s=0.5))

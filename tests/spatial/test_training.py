@@ -21,9 +21,9 @@ STEPS = 20
 SMALL = {
     "amoebanet": (2, 3, 41, 38),
     "unet of five levels": (1, 3, 51, 38),
-    "resnet50": (2, 3, 67, 64),
-    "densenet121": (2, 3, 66, 64),
-    "inception": (1, 3, 107, 99),
+    "resnet50": (1, 3, 67, 50),
+    "densenet121": (1, 3, 66, 50),
+    "inception": (1, 3, 83, 79),
 }
 """Images of the large networks: twenty steps take a minute."""
 

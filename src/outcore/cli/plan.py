@@ -30,6 +30,7 @@ from outcore.program import Timeline, chart, rich_gantt, save_trace
 from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial import plan_grid
 from outcore.spatial.choose import plan as make_plan
+from outcore.spatial.plan import is_over_pixels
 from outcore.spatial.timeline import predict_timeline
 from outcore.stream.one_device import simulate_tiles
 
@@ -111,7 +112,16 @@ def plan(
     costs = estimate(graph, where)
     beside = LossAndUpdate.of(found, graph, costs, where, batch or chosen)
     if grid is not None:
-        made = plan_grid(graph, _grid(grid), devices=count, memory=budget, machine=where, costs=costs, beside=beside)
+        made = plan_grid(
+            graph,
+            _grid(grid),
+            devices=count,
+            memory=budget,
+            machine=where,
+            costs=costs,
+            beside=beside,
+            over_pixels=is_over_pixels(found, graph),
+        )
         if output is not None:
             made.save(output)
         typer.echo(json_module.dumps(made.to_json(), indent=1) if json else str(made))

@@ -36,8 +36,7 @@ from outcore.planner.pipeline.plan_job import plan as plan_stages
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial.mixed import mixed_plans
-from outcore.spatial.plan import GridChoice, GridSearch
-from outcore.stream.execute.pixel_loss import PixelLoss
+from outcore.spatial.plan import GridChoice, GridSearch, is_over_pixels
 from outcore.stream.job_plan import plan as plan_one_device
 
 __all__ = ["plan"]
@@ -125,7 +124,7 @@ def plan(
         stages = refused
     chosen = stages
     if schedule is None and balance is None and batch_norm != "deferred" and graph.executable is not None:
-        over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
+        over_pixels = is_over_pixels(source, graph)
         search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels, beside)
         chosen = search.compared(stages)
     if isinstance(chosen, PlanError):

@@ -14,9 +14,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from outcore.cost.costs import Costs
 from outcore.cost.predicted.estimate import estimate
-from outcore.errors import PlanError
+from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
@@ -34,10 +36,10 @@ from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.script import part_scripts, step_s
 from outcore.spatial.timeline import grid_timeline
-from outcore.stream.execute.pixel_loss import PixelLoss
+from outcore.stream.execute.pixel_loss import PixelLoss, pixel_loss_of
 from outcore.stream.network import RegionNetwork
 
-__all__ = ["GridChoice", "GridSearch", "plan_grid"]
+__all__ = ["GridChoice", "GridSearch", "is_over_pixels", "plan_grid"]
 
 _TRIED = 48
 """Exchanges that are tried to be computed twice, or early."""
@@ -186,6 +188,7 @@ def plan_grid(
     batch: int | None = None,
     costs: Costs | None = None,
     beside: LossAndUpdate | None = None,
+    over_pixels: bool | None = None,
 ) -> Plan:
     """Share the image of a network among ranks.
 
@@ -207,6 +210,8 @@ def plan_grid(
         batch: samples of a step; the job's own if not given.
         costs: of every call; estimated for the machine if not given.
         beside: the loss and the update of a graph's step; those of a job are found.
+        over_pixels: whether the loss is a sum or mean over the pixels of the output, which each rank can take of its
+            part; a job's loss is looked at if not given.
 
     Raises:
         PlanError: nothing of the network can be split, or no grid fits; says the least that would.
@@ -217,9 +222,9 @@ def plan_grid(
     costs = costs if costs is not None else estimate(graph, where)
     if beside is None and isinstance(source, Job):
         beside = LossAndUpdate.of(source, graph, costs, where, batch)
-    over_pixels = isinstance(source, Job) and isinstance(source.loss, PixelLoss)
+    pixels = is_over_pixels(source, graph) if over_pixels is None else over_pixels
     weights = weights_on(where, graph, costs, beside)
-    search = GridSearch(graph, weights, links_of(where), over_pixels=over_pixels)
+    search = GridSearch(graph, weights, links_of(where), over_pixels=pixels)
     count = devices or where.ranks
     grids = [shape_of(tuple(grid), search.network.rank)] if grid is not None else list(search.grids(count))
     found = sorted(map(search.choice, grids), key=lambda c: c.time_s)
@@ -239,6 +244,20 @@ def plan_grid(
         f"no grid of {len(found[0].layout.grid)} ranks holds the network within {format_bytes(limit)}; it takes "
         f"{format_bytes(least)} on every rank; ask for that much, or for more ranks"
     )
+
+
+def is_over_pixels(source: Job | Graph, graph: Graph) -> bool:
+    """Whether the loss of a job is a sum or mean over the pixels of what the network returns."""
+    if not isinstance(source, Job) or pixel_loss_of(source.loss) is None or len(graph.outputs) != 1:
+        return False
+    try:
+        target = source.example(device="meta")[2]
+    except (OutcoreError, NotImplementedError):
+        return isinstance(source.loss, PixelLoss)
+    if not isinstance(target, torch.Tensor):  # a source, or not known yet
+        return isinstance(source.loss, PixelLoss)
+    shape = graph.values[graph.outputs[0]].shape or ()
+    return len(shape) > 2 and tuple(target.shape[-(len(shape) - 2) :]) == tuple(shape[2:])
 
 
 def _image(network: RegionNetwork) -> str:

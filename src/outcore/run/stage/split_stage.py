@@ -27,7 +27,7 @@ from outcore.spatial.layout import SplitLayout
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.stage_layout import cuts_of, layout_of_stage
 from outcore.spatial.tiles import loss_of_tiles, own_network, run_tiles
-from outcore.stream.execute.pixel_loss import PixelLoss, target_region
+from outcore.stream.execute.pixel_loss import pixel_loss_of, target_region
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.prepared import PreparedStream, divided
 from outcore.stream.source import ImageRows, image_of
@@ -42,10 +42,11 @@ class SplitStage:
     """Runs a stage's part of the network on one rank of a grid."""
 
     def __init__(self, spatial: Mapping[str, Any], comm: Communicator, device: torch.device, loss: Any = None) -> None:
-        self.spatial, self.comm, self.device, self.loss = spatial, comm, device, loss
+        self.spatial, self.comm, self.device = spatial, comm, device
         self.takes_loss = spatial.get("loss") == "parts"
         """Whether the loss is taken in parts."""
-        if self.takes_loss and not isinstance(loss, PixelLoss):
+        self.loss = pixel_loss_of(loss)
+        if self.takes_loss and self.loss is None:
             raise PlanError(
                 "the plan takes the loss in parts (spatial.loss), which needs one that is a sum or mean over pixels; "
                 "give loss=outcore.stream.PixelLoss(function), or leave out spatial.loss"
@@ -81,6 +82,7 @@ class SplitStage:
                 f"every rank of the grid takes the loss of its part, but rank {self.comm.rank} was given "
                 f"{type(target).__name__} as the target; give it a tensor or a source with the pixels of the output"
             )
+        assert self.loss is not None
         (name,) = part.graph.outputs
         image, shape = image_of(target), part.graph.values[name].shape
         assert shape is not None

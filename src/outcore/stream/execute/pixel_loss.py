@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from outcore.errors import StreamError
 from outcore.ops.region import Region, elements
@@ -24,7 +26,7 @@ from outcore.stream.execute.tile_classes import StreamTile
 from outcore.stream.execute.tile_schedule import PassStep
 from outcore.stream.source import StreamedImage
 
-__all__ = ["PixelLoss", "one_pass", "target_region"]
+__all__ = ["PixelLoss", "one_pass", "pixel_loss_of", "target_region"]
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -60,6 +62,32 @@ class PixelLoss:
         """
         loss = self.function(output, target)
         return loss * share if self.reduction == "mean" else loss
+
+
+_MEANS: tuple[Any, ...] = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
+_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+
+
+def pixel_loss_of(loss: Any) -> PixelLoss | None:
+    """A loss as one over pixels: a `PixelLoss`, or one of torch that counts every element alike; None for others.
+
+    >>> pixel_loss_of(torch.nn.MSELoss(reduction="sum")).reduction, pixel_loss_of(torch.nn.CrossEntropyLoss())
+    ('sum', None)
+    """
+    if isinstance(loss, PixelLoss):
+        return loss
+    if type(loss) in _MODULES and loss.reduction in ("mean", "sum"):
+        alike = getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
+        return PixelLoss(loss, loss.reduction) if alike else None
+    known = any(loss is mean for mean in _MEANS)
+    return PixelLoss(loss) if known else None
 
 
 @dataclass
