@@ -82,7 +82,7 @@ def rates_of(name: str) -> Any:
 def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, dict[str, Any]]:
     """By torch.compile's budget, milliseconds and bytes of a step."""
     import torch
-    from torch._functorch.aot_autograd import aot_module
+    from torch._functorch.aot_autograd import aot_function
     from torch._inductor import lowering  # noqa: F401  (its decompositions ask for it)
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,14 +126,15 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
             if parameter.dim() in (4, 5):
                 parameter.data = ordered(parameter.data, last)
         args, kwargs = described.batch("large", "cpu", last)
-        run = aot_module(
-            model,
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        run = aot_function(
+            lambda tensors, args, kwargs: torch.func.functional_call(model, tensors, args, kwargs),
             fw_compiler=lambda graph, _: graph.forward,
             bw_compiler=lambda graph, _: graph.forward,
             partition_fn=Partitioner(choose),
             decompositions=select_decomp_table(),
         )
-        loss_of(run(*args, **kwargs)).backward()
+        loss_of(run(tensors, args, kwargs)).backward()
     return found
 
 

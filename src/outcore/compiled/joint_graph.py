@@ -197,7 +197,8 @@ def _reduces_rows(node: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or not isinstance(dims, int | list | tuple):
         return False
     over = {int(d) % max(1, value.dim()) for d in ([dims] if isinstance(dims, int) else dims) if isinstance(d, int)}
-    order = sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     return 0 < len(over) < value.dim() and set(order[value.dim() - len(over) :]) == over
 
 
