@@ -5,8 +5,8 @@
 What is measured are steps of torch.compile on an H200 that other benchmarks have stored, at its own activation memory
 budgets: of `benchmarks/within-frontier` (large images; SGD) and `benchmarks/frontier`. For each, the joint graph is cut
 as torch would cut it for that budget, and its time predicted from the catalogue and the shipped calibration alone, once
-as kernels that each read for themselves and once with the traffic that kernels share. Prints a line for each, and the
-median and largest errors.
+as kernels that each read for themselves and once with the traffic that kernels share. Prints a line for each, with the
+saved bytes by type of number (what encodings could make smaller), and the median and largest errors.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def rates_of(name: str) -> Any:
     return Rates(STREAMED * device.bandwidth_bytes_per_s, flops, device.launch_s, None, device)
 
 
-def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, dict[str, float]]:
+def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, dict[str, Any]]:
     """By torch.compile's budget, milliseconds and bytes of a step."""
     import torch
-    from torch._functorch.aot_autograd import aot_module
+    from torch._functorch.aot_autograd import aot_function
     from torch._inductor import lowering  # noqa: F401  (its decompositions ask for it)
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,7 +95,8 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    rates, found = rates_of(DEVICE), {}
+    rates = rates_of(DEVICE)
+    found: dict[float, dict[str, Any]] = {}
 
     def choose(partition: Partition) -> Choice:
         graph = JointGraph(partition, rates)
@@ -108,7 +109,12 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
             alone = step_of(graph, saved)
             graph.elements = elements
             found[budget] = {"ms": 1e3 * step.seconds, "not shared": 1e3 * alone.seconds, "library": library}
-            found[budget] |= {"peak_bytes": step.peak_bytes, "nodes": len(graph.nodes)}
+            kinds: dict[str, int] = {}
+            for number in {graph.source[i] for i in step.saved}:
+                value = graph.nodes[number].meta.get("val")
+                kind = str(value.dtype) if isinstance(value, torch.Tensor) else "several"
+                kinds[kind] = kinds.get(kind, 0) + graph.bytes[number]
+            found[budget] |= {"peak_bytes": step.peak_bytes, "nodes": len(graph.nodes), "saved": kinds}
         return Choice(partition.torch_choice(1.0))
 
     described = NETWORKS[network]
@@ -120,14 +126,15 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
             if parameter.dim() in (4, 5):
                 parameter.data = ordered(parameter.data, last)
         args, kwargs = described.batch("large", "cpu", last)
-        run = aot_module(
-            model,
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        run = aot_function(
+            lambda tensors, args, kwargs: torch.func.functional_call(model, tensors, args, kwargs),
             fw_compiler=lambda graph, _: graph.forward,
             bw_compiler=lambda graph, _: graph.forward,
             partition_fn=Partitioner(choose),
             decompositions=select_decomp_table(),
         )
-        loss_of(run(*args, **kwargs)).backward()
+        loss_of(run(tensors, args, kwargs)).backward()
     return found
 
 

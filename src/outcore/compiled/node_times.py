@@ -79,7 +79,7 @@ def operation_of(node: fx.Node) -> Operation | None:
                 "matmul", batch=count, in_channels=inner, out_channels=columns, size=(rows,), dtype=_dtype(left)
             )
         if name == "convolution":
-            return _convolution(args[0], args[1], args[2] is not None, args[3:9])
+            return _convolution(args[0], args[1], False, args[3:9])  # Inductor adds the bias in a fused kernel
         if name == "convolution_backward":
             return _convolution(args[1], args[2], bool(args[10][2]), args[4:10], args[10])
         if name.startswith(_ATTENTION):
