@@ -10,6 +10,9 @@ The ranks rendezvous in a store that this process runs, on loopback, behind a se
 elastic rendezvous, which listens everywhere and unpickles what it is sent, is not used. What a rank returns comes back
 through a pipe that only the two of them have. No signal handler is changed here. Ranks end with this process, however
 it ends.
+
+Every rank has its own copy of the arguments, as processes on several hosts would. Left to itself, torch would put the
+tensors of a model that is passed here into memory that all ranks share, and replicas would step the same weights.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ def _attempt(
 ) -> tuple[str | None, dict[int, Any]]:
     """One try: what the first rank that failed said, and what the others returned by rank."""
     context = multiprocessing.get_context("spawn")
+    work = pickle.dumps((function, args))
     secret = new_secret()
     server = StoreServer(secret).start()
     processes: list[Any] = []
@@ -84,7 +88,7 @@ def _attempt(
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
             variables = rank_variables(rank, ranks, server, secret) | {"TORCHELASTIC_RESTART_COUNT": str(number)}
-            process = context.Process(target=_rank, args=(there, function, args), name=f"rank {rank}")
+            process = context.Process(target=_rank, args=(there, work), name=f"rank {rank}")
             with _environment(variables), contextlib.closing(there):
                 process.start()
             processes.append(process)
@@ -148,10 +152,11 @@ def _end(processes: list[Any]) -> None:
         process.close()
 
 
-def _rank(pipe: connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(pipe: connection.Connection, work: bytes) -> None:
     """In a rank: run the function, and send what it returns or raises."""
     end_with_parent(int(os.environ[LAUNCHER]))()
     try:
+        function, args = pickle.loads(work)
         answer = (True, function(*args))
     except BaseException as error:
         answer = (False, f"{type(error).__name__}: {error}")
