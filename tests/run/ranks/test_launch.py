@@ -16,7 +16,7 @@ from outcore.run.engine.loader import Loader, cut_epoch
 from outcore.run.ranks.launch import launch
 from outcore.run.ranks.world import identify
 from outcore.run.transport.p2p import HostRows, TensorLayout
-from tests.run.launched import once_more, train_two
+from tests.run.launched import add_one, once_more, train_two
 from tests.run.pool import Pool
 from tests.run.training import plain, train
 from tests.run.varying import PIPE
@@ -53,6 +53,14 @@ def test_variables_of_launchers_are_read() -> None:
 def test_ranks_are_launched_from_python() -> None:
     oracle = plain("unet", 4)
     assert [losses == pytest.approx(oracle["losses"]) for losses in launch(train_two, 2)] == [True, True]
+
+
+@pytest.mark.slow
+def test_ranks_have_arguments_of_their_own() -> None:
+    """Replicas that were given one model would else step the same weights, in memory that torch shares."""
+    numbers = torch.zeros(3)
+    assert [found.tolist() for found in launch(add_one, 2, numbers)] == [[1.0] * 3] * 2
+    assert numbers.tolist() == [0.0] * 3
 
 
 @pytest.mark.slow
