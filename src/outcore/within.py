@@ -135,7 +135,7 @@ def within(
         state = plan.state
     if state is not None and not StatePolicy.of(state).idle:
         in_parts(optimizer)
-    loss, optimizer = fit_of(model, loss, optimizer, bitwise=exact == "bitwise")
+    kwargs, loss, optimizer = fit_of(model, kwargs, loss, optimizer, bitwise=exact == "bitwise")
     asked = Request(
         model,
         args,

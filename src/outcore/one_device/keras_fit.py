@@ -38,22 +38,24 @@ def prepared(model: Any) -> Iterator[None]:
         raise
 
 
-def fit_of(model: Any, loss: Any, optimizer: Any, *, bitwise: bool) -> tuple[Any, Any]:
-    """The loss and the optimizer of a Keras model's ``fit``, where the caller has named none; else the caller's.
+def fit_of(model: Any, kwargs: Any, loss: Any, optimizer: Any, *, bitwise: bool) -> tuple[Any, Any, Any]:
+    """Keyword arguments, loss and optimizer of a Keras model's ``fit``, where the caller has named none; else those.
 
     Where rounding may differ, a loss is more than counted: the last layer may run in chunks with it. Keras takes its
     loss by itself, so none is assumed there.
     """
     if not is_keras(model):
-        return loss, optimizer
+        return kwargs, loss, optimizer
     keras = require_keras()
+    if kwargs is None and getattr(model, "_call_has_training_arg", False):
+        kwargs = {"training": True}
     if loss is None and bitwise:
         loss = FitLoss(keras, model)
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, keras.optimizers.Optimizer):
         optimizer = keras_optimizer_cost(keras, optimizer)
-    return loss, optimizer
+    return kwargs, loss, optimizer
 
 
 def keras_optimizer_cost(keras: Any, optimizer: Any) -> OptimizerCost:
