@@ -1,4 +1,4 @@
-"""Train the Keras model of job.py with its own ``fit``, on TensorFlow, within a budget."""
+"""Train the Keras model of job.py with its own ``fit`` within a budget, on TensorFlow or with KERAS_BACKEND=torch."""
 
 import argparse
 
@@ -11,6 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory", default="70%", help="budget: 500MiB, or a share of what plain training takes")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save", default="unet.keras")
     chosen = parser.parse_args()
 
     model = job.model()
@@ -18,7 +19,8 @@ def main() -> None:
     outcore.within(model, [(8, 64, 64, 1)], memory=chosen.memory)
     images, masks = job.batch(8 * chosen.steps)
     model.fit(images.numpy(), masks.numpy(), batch_size=8)
-    model.save("unet.keras")
+    outcore.release(model).save(chosen.save)
+    print(f"wrote {chosen.save}")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,52 @@ def cosmoflow(keras: Any) -> Any:
 
 
 NETWORKS = {f.__name__: f for f in (lstm, transformer, unet_2d, unet_3d, relaynet, cosmoflow)}
+
+
+def stack(keras: Any, normalized: bool = False) -> Any:
+    """Eight convolutions of one width."""
+    L = keras.layers
+    given = keras.Input((None, None, 8))
+    x = given
+    for _ in range(8):
+        x = L.Conv2D(8, 3, padding="same", activation=None if normalized else "relu")(x)
+        x = L.ReLU()(L.BatchNormalization()(x)) if normalized else x
+    return keras.Model(given, L.Dense(4)(L.GlobalAveragePooling2D()(x)))
+
+
+def vision_transformer(keras: Any) -> Any:
+    """Six layers of attention over patches."""
+    L = keras.layers
+    given = keras.Input((64, 64, 3))
+    x = L.Reshape((256, 64))(L.Conv2D(64, 4, strides=4)(given))
+    for _ in range(6):
+        y = L.LayerNormalization()(x)
+        x = x + L.MultiHeadAttention(4, 16)(y, y)
+        x = x + L.Dense(64)(L.Dense(256, activation="gelu")(L.LayerNormalization()(x)))
+    return keras.Model(given, L.Dense(10)(L.GlobalAveragePooling1D()(x)))
+
+
+def _application(name: str) -> Any:
+    return lambda keras: getattr(keras.applications, name)(weights=None, input_shape=(64, 64, 3), classes=10)
+
+
+MEMORY: dict[str, tuple[Any, int, int]] = {
+    "stack": (stack, 8, 64),
+    "stack-bn": (lambda keras: stack(keras, True), 8, 64),
+    "unet": (unet_2d, 8, 64),
+    "unet-3d": (unet_3d, 4, 64),
+    "relaynet": (relaynet, 8, 64),
+    "cosmoflow": (cosmoflow, 8, 64),
+    "lstm": (lstm, 8, 64),
+    "transformer": (transformer, 64, 64),
+    "vision-transformer": (vision_transformer, 4, 64),
+    "ResNet50": (_application("ResNet50"), 8, 64),
+    "MobileNetV2": (_application("MobileNetV2"), 8, 64),
+    "DenseNet121": (_application("DenseNet121"), 8, 64),
+    "VGG16": (_application("VGG16"), 8, 64),
+}
+"""Networks whose memory under ``fit`` is measured: how they are made, batch, and side of images."""
+
 APPLICATIONS = {
     "VGG16": 32, "VGG19": 32, "ResNet50": 64, "ResNet101": 64, "ResNet152": 64, "ResNet50V2": 64, "ResNet101V2": 64,
     "ResNet152V2": 64, "InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71, "MobileNet": 64, "MobileNetV2": 64,

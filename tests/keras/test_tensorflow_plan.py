@@ -106,40 +106,6 @@ def test_a_model_written_as_a_class_trains_within_a_budget() -> None:
     assert same([plain(x)], [model(x)], 0.0)
 
 
-def chain(width: int = 8, depth: int = 8) -> Any:
-    given = keras.Input((128, 128, width))
-    x = given
-    for _ in range(depth):
-        x = L.Conv2D(width, 3, padding="same", activation="relu")(x)
-    return keras.Model(given, x)
-
-
-def measured_peak(model: Any, x: Any) -> int:
-    """Bytes in use of TensorFlow's allocator at the peak of a step, over what was in use before."""
-    step = tf.function(lambda given: gradients(model, given), autograph=False)
-    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    step(x)
-    tf.config.experimental.reset_memory_stats("CPU:0")
-    step(x)
-    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"]) - before
-
-
-@pytest.mark.slow
-def test_the_peak_that_tensorflow_counts_is_within_the_budget() -> None:
-    keras.config.set_floatx("float32")
-    x, model = tf.random.normal((8, 128, 128, 8)), chain()  # values of 4 MiB, which the allocator does not round
-    plain = measured_peak(model, x)
-    outcore.within(model, (x,), memory="65%", optimizer=0.0, quiet=True)
-    plan = outcore.memory_plan(model)
-    standing = plan.variable_bytes + 4 * 2**20
-    found = measured_peak(model, x)
-    print(
-        f"plain {plain}, found {found}, predicted {plan.peak_bytes - standing}, budget {plan.budget_bytes - standing}"
-    )
-    assert found + standing <= plan.budget_bytes
-    assert found < 0.75 * plain
-
-
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_micro_batches_have_the_gradients_of_the_whole_batch(eager: bool) -> None:
     def build() -> Any:
@@ -190,7 +156,8 @@ def test_random_models_by_random_segments(seed: int) -> None:
         for p, q in zip(a, b, strict=True):
             assert (p is None) == (q is None)
             if p is not None:
-                assert same([tf.convert_to_tensor(p)], [tf.convert_to_tensor(q)], 1e-14)
+                largest = float(tf.reduce_max(tf.abs(tf.convert_to_tensor(p))))
+                assert same([tf.convert_to_tensor(p)], [tf.convert_to_tensor(q)], 1e-14 * max(1.0, largest))
     assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 import outcore
 from outcore.cost.measured.saved_bytes import account
@@ -34,6 +36,33 @@ def test_what_is_made_again_needs_its_workspace_there() -> None:
     assert found.curve[at] == plain.curve[at] - keeping.made[at] + room == found.peak_bytes
     assert [b for i, b in enumerate(found.curve) if i != at] == [b for i, b in enumerate(plain.curve) if i != at]
     assert keeping.evaluate({}).peak_bytes < room
+
+
+class Standardized(nn.Module):
+    """Convolutions whose weights are computed, as parametrizations and Keras on torch have them."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3), requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(self.first(x).tanh(), weight, padding=1)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_computed_weight_is_a_weight(trained: bool) -> None:
+    """If it is trained, backward needs the image too; if it is not, it needs the weight alone."""
+    graph = outcore.capture(Standardized(trained), [(2, 3, 16, 16)])
+    keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, None, 1e9)
+    (call,) = (name for name in graph.calls if name.startswith("conv2d"))
+    image, weight = graph.calls[call].inputs[:2]
+    place = list(graph.calls).index(call)
+    assert keeping.buffers[weight].savers.get(place) == "full"
+    assert (place in keeping.buffers[image].savers) == trained
+    kept = keeping.evaluate({})
+    assert not trained or kept.curve.tolist() == keeping.base.tolist()
 
 
 def test_nothing_is_made_again_from_signs_alone() -> None:

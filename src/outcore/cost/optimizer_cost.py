@@ -51,9 +51,13 @@ class OptimizerCost:
     together: bool = False
 
     @classmethod
-    def of(cls, optimizer: Optimizer | torch.optim.Optimizer | float, device_kind: str = "cpu") -> OptimizerCost:
-        """The cost of an optimizer: a class, a function of the parameters, an instance, or just the state's
+    def of(
+        cls, optimizer: Optimizer | torch.optim.Optimizer | OptimizerCost | float, device_kind: str = "cpu"
+    ) -> OptimizerCost:
+        """The cost of an optimizer: a class, a function of the parameters, an instance, its cost, or just the state's
         size."""
+        if isinstance(optimizer, OptimizerCost):
+            return optimizer
         if isinstance(optimizer, int | float):
             return cls("given", float(optimizer))
         if isinstance(optimizer, torch.optim.Optimizer):

@@ -4,21 +4,33 @@ On this backend every Keras layer is an `nn.Module` with parameters, so a model 
 whose ``call`` does what symbolic tensors do not allow) can be recorded and trained all the same. One thing differs:
 Keras follows ``training=`` of a call, torch the mode of the module. `KerasModule` passes the one on as the other.
 
-A functional Keras model holds the outputs of all its layers until the last has run, so that no policy could free one in
-forward. `drop_early` puts a ``call`` on it that does not.
+Keras holds memory that no policy could free, and that backward does not need. `hold_less` lets go of it:
+
+- a functional model holds the outputs of all its layers until the last has run; they are dropped after their last use;
+- the output of a sigmoid or softmax carries its logits as an attribute, for a loss of the TensorFlow backend, and they
+  live as long as autograd keeps the output: through backward, at every gate of every step of an LSTM;
+- where a layer takes several tensors, Keras goes through them by functions that refer to themselves, and such cycles
+  hold the tensors until Python's collector comes; it is called for what is young, after the layers that leave cycles;
+- ``fit`` clears gradients after forward, so that those of the step before lie beside all feature maps; they are cleared
+  before it.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.keras.installed import require_keras
-from outcore.keras.tensorflow.calls import OrderedCall, functional_of, list_calls
+from outcore.keras.tensorflow.calls import Call, OrderedCall, functional_of, list_calls
 
-__all__ = ["KerasModule", "drop_early", "hold_all"]
+__all__ = ["KerasModule", "hold_as_keras", "hold_less"]
+
+_LOGITS = "_keras_logits"
 
 
 class KerasModule(nn.Module):
@@ -34,15 +46,72 @@ class KerasModule(nn.Module):
         return self.model(given, training=self.training)
 
 
-def drop_early(model: Any) -> None:
-    """Let a functional model drop each value after its last use; other models are left as they are."""
+class _FunctionalCall(OrderedCall):
+    """The calls of a functional model, each value dropped after its last use."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _without_logits():
+            return super().__call__(*args, **kwargs)
+
+    def done(self, call: Call) -> None:
+        """Collect the cycles that a layer over structures of tensors has left."""
+        nested = any(isinstance(item, (list, tuple, dict)) for item in (*call.args, *call.kwargs.values()))
+        if nested or getattr(call.operation, "_layers", None):
+            gc.collect(1)
+
+
+class _ClassCall:
+    """The ``call`` of a model that was written as a class."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _without_logits():
+            return type(self.model).call(self.model, *args, **kwargs)
+
+
+class _ClearedStep:
+    """Keras' training step, with the gradients of the step before cleared first."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, data: Any) -> Any:
+        self.model.zero_grad()
+        return type(self.model).train_step(self.model, data)
+
+
+@contextmanager
+def _without_logits() -> Iterator[None]:
+    """While this is open, a tensor takes no logits along: Keras tries to note them, and goes on if it cannot."""
+    if _LOGITS in torch.Tensor.__dict__:  # open already
+        yield
+        return
+    setattr(torch.Tensor, _LOGITS, property())
+    try:
+        yield
+    finally:
+        delattr(torch.Tensor, _LOGITS)
+
+
+def hold_less(model: Any) -> None:
+    """Let a Keras model hold no more than backward needs."""
     keras = require_keras()
-    functional = functional_of(keras, model)
-    if functional is not None and "call" not in model.__dict__:
-        model.__dict__["call"] = OrderedCall(keras, functional, list_calls(keras, model, functional), model)
+    if "call" not in model.__dict__:
+        functional = functional_of(keras, model)
+        model.__dict__["call"] = (
+            _ClassCall(model)
+            if functional is None
+            else _FunctionalCall(keras, functional, list_calls(keras, model, functional), model)
+        )
+    trainer = keras.src.backend.torch.trainer.TorchTrainer
+    if getattr(type(model), "train_step", None) is trainer.train_step:  # one of the user's may add up gradients
+        model.__dict__.setdefault("train_step", _ClearedStep(model))
 
 
-def hold_all(model: Any) -> None:
-    """Undo `drop_early`."""
-    if isinstance(model.__dict__.get("call"), OrderedCall):
-        del model.__dict__["call"]
+def hold_as_keras(model: Any) -> None:
+    """Undo `hold_less`."""
+    for name, kinds in (("call", (_FunctionalCall, _ClassCall)), ("train_step", (_ClearedStep,))):
+        if isinstance(model.__dict__.get(name), kinds):
+            del model.__dict__[name]

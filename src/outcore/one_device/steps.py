@@ -22,7 +22,7 @@ from outcore.compiled.install import compile_within
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.cost.predicted.loss_memory import loss_bytes_of
+from outcore.cost.predicted.loss_memory import loss_bytes_of, output_of
 from outcore.cost.predicted.rough import without_gaps
 from outcore.errors import OutcoreError, PlanError, VaryingError
 from outcore.graph import Graph, capture
@@ -118,6 +118,8 @@ class Network:
     """Whether an image is read piece by piece."""
     inner: Any
     """A forward that the user has put on the model."""
+    held_bytes: int = 0
+    """What the loop holds throughout beside the model, where a loss says so: the targets of a Keras model's ``fit``."""
     loss_bytes: int = 0
     costs: Costs | None = None
     budget: int | None = None
@@ -149,13 +151,15 @@ def record(asked: Request) -> Network:
     with planning():
         graph = capture(asked.model, *without_memory(call)) if lazy else capture(asked.model, *call)
     cost = OptimizerCost.of(2.0 if asked.optimizer is None else asked.optimizer, graph.device.type)
+    held = getattr(asked.loss, "target_bytes", None)
+    beside = held(output_of(graph)) if held is not None and graph.executable is not None else 0
     on_output = None if isinstance(asked.loss, PixelLoss) else asked.loss
-    return Network(graph, cost, on_output, lazy, asked.model.__dict__.get("forward"))
+    return Network(graph, cost, on_output, lazy, asked.model.__dict__.get("forward"), beside)
 
 
 def compile_model(asked: Request, network: Network) -> nn.Module | None:
     """The model with torch.compile's kernels; None if it cannot be compiled."""
-    beside = loss_bytes_of(network.graph, network.on_output, network.device)
+    beside = loss_bytes_of(network.graph, network.on_output, network.device) + network.held_bytes
     call, budget = (asked.model, network.graph, asked.args, asked.kwargs), asked.share or asked.budget
     cost, loss = network.cost, network.on_output
     found = compile_within(*call, budget, cost, loss, beside, graphs=asked.as_graphs, quiet=asked.quiet)
@@ -177,7 +181,8 @@ def measure_costs(asked: Request, network: Network, costs: Costs | None) -> Netw
     costs = without_gaps(costs)
     budget = asked.budget
     if asked.share is not None:
-        plain = plan_memory(graph, costs, budget_bytes=None, optimizer=network.cost, loss_bytes=beside, policy={})
+        known: dict[str, Any] = {"optimizer": network.cost, "loss_bytes": beside, "reserved_bytes": network.held_bytes}
+        plain = plan_memory(graph, costs, budget_bytes=None, policy={}, **known)
         budget = int(asked.share * plain.plain_bytes)
     tiles = plan.stream if isinstance(plan, Plan) else None
     found = replace(network, graph=graph, costs=costs, loss_bytes=beside, budget=budget)
@@ -189,7 +194,7 @@ def stream_tiles(asked: Request, network: Network, refused: PlanError | None = N
     from outcore.stream.managed_forward import StreamSettings, bytes_on, install_streamed_forward
 
     _refuse_written_tensors(network.graph, refused)
-    beside = network.loss_bytes + bytes_on(network.device, (asked.args, asked.kwargs))
+    beside = network.loss_bytes + network.held_bytes + bytes_on(network.device, (asked.args, asked.kwargs))
     dense = asked.loss is not network.on_output
     wanted = StreamSettings(network.budget, network.cost, beside, asked.statistics, network.tiles, dense=dense)
     step = install_streamed_forward(asked.model, network.graph, wanted, network.known_costs, refused)
@@ -225,7 +230,7 @@ def _settings(asked: Request, network: Network) -> Settings:
     return Settings(
         network.budget,
         network.cost,
-        copied,
+        copied + network.held_bytes,
         parse_policies(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None,
         graphs=graphs,
         states=states,

@@ -13,6 +13,7 @@ Where no policy is enough, and for images that are read lazily, the early part o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
@@ -24,13 +25,14 @@ from outcore.compiled.auto import faster_of
 from outcore.compiled.install import is_compiled
 from outcore.cost.costs import Costs
 from outcore.errors import OutcoreError, PlanError
-from outcore.keras.installed import is_keras, on_tensorflow
+from outcore.keras.installed import on_tensorflow
 from outcore.keras.tensorflow import planned as tensorflow_plan
-from outcore.keras.torch_backend import drop_early, hold_all
+from outcore.keras.torch_backend import hold_as_keras
 from outcore.machine.units import parse_bytes
 from outcore.memory.param_offload.bucketed_step import in_parts
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.sharded import is_sharded, on_whole_parameters
+from outcore.one_device.keras_fit import fit_of, prepared
 from outcore.one_device.steps import (
     Exactness,
     Request,
@@ -131,14 +133,14 @@ def within(
     if is_sharded(model):
         return on_whole_parameters(within, dict(locals()))
     _check(model, exact)
-    if "keras" in sys.modules and is_keras(model):
-        drop_early(model)
     if graphs not in (True, False, "auto"):
         raise OutcoreError(f'graphs is True, False or "auto", not {graphs!r}')
     if state is None and isinstance(plan, Plan) and plan.state:
         state = plan.state
     if state is not None and not StatePolicy.of(state).idle:
         in_parts(optimizer)
+    if "keras" in sys.modules:
+        kwargs, loss, optimizer = fit_of(model, kwargs, loss, optimizer, bitwise=exact == "bitwise")
     asked = Request(
         model,
         args,
@@ -155,18 +157,25 @@ def within(
         statistics,
         quiet,
     )
+    with prepared(model) if "keras" in sys.modules else contextlib.nullcontext():
+        return _planned(asked, costs, compiled=bool(compile))
+
+
+def _planned(asked: Request, costs: Costs | None, *, compiled: bool) -> nn.Module:
+    """The model with a forward of a plan in the place of its own."""
     network = record(asked)
-    if compile and not (network.lazy or stream or plan is not None or state is not None):
+    fixed = asked.plan is not None or asked.state is not None
+    if compiled and not (network.lazy or asked.stream or fixed):
         found = compile_model(asked, network)
         if found is not None:
             return found
     network = measure_costs(asked, network, costs)
-    if network.lazy or stream or network.tiles is not None:
+    if network.lazy or asked.stream or network.tiles is not None:
         return stream_tiles(asked, network)
     try:
         managed_forward, way = manage(asked, network)
     except PlanError as refused:
-        if stream is False or plan is not None or state is not None:
+        if asked.stream is False or fixed:
             raise
         return stream_tiles(asked, network, refused)
     return install(asked, network, managed_forward, way)
@@ -197,7 +206,7 @@ def release(model: nn.Module) -> nn.Module:
     if _on_tensorflow(model):
         return tensorflow_plan.release(model)  # type: ignore[no-any-return]
     if "keras" in sys.modules:
-        hold_all(model)
+        hold_as_keras(model)
     managed_forward = model.__dict__.get("forward")
     if isinstance(managed_forward, ManagedForward):
         del model.__dict__["forward"]

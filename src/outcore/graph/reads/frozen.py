@@ -133,10 +133,13 @@ def needs_look(value: Any) -> bool:
 
 
 @functools.cache
-def is_foreign(module: str | None) -> bool:
-    """Whether code of a Python module is not the model's: of torch, this package or the standard library."""
-    if module is None or module.startswith(_MODELS):
-        return module is None
+def is_foreign(module: Any) -> bool:
+    """Whether code of a Python module is not the model's: of torch, this package or the standard library.
+
+    Extension types may have anything in the place of a module's name, and are not the model's either.
+    """
+    if not isinstance(module, str) or module.startswith(_MODELS):
+        return not isinstance(module, str)
     return module.partition(".")[0] in _OWN
 
 

@@ -213,3 +213,7 @@ class OrderedCall:
             for number in {*call.inputs, *call.outputs}:
                 if self.last[number] <= place:
                     del values[number]
+            self.done(call)
+
+    def done(self, call: Call) -> None:
+        """After a call has run, and what it was the last to use was dropped."""

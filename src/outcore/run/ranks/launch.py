@@ -12,6 +12,9 @@ The ranks rendezvous in a store that this process runs, on loopback, behind a se
 elastic rendezvous, which listens everywhere and unpickles what it is sent, is not used. What a rank returns comes back
 through a pipe that only the two of them have. No signal handler is changed here. Ranks end with this process, however
 it ends.
+
+Every rank has its own copy of the arguments, as processes on several hosts would. Left to itself, torch would put the
+tensors of a model that is passed here into memory that all ranks share, and replicas would step the same weights.
 """
 
 from __future__ import annotations

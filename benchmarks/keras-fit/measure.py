@@ -1,0 +1,80 @@
+"""Peaks of ``model.fit`` under a budget, on Keras' torch backend: predicted, measured, and the budget.
+
+    python benchmarks/keras-fit/measure.py --out results [--jobs 8] [--seconds 400] [model ...]
+
+Each model runs in a process of its own (`tests.keras.fitted_memory`), several at a time. Rows are appended to
+``rows.jsonl`` as they come, and ``table.md`` is made from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = (
+    "unet relaynet unet-3d lstm transformer stack stack-bn cosmoflow vision-transformer MobileNetV2 ResNet50 VGG16 "
+    "DenseNet121"
+)
+
+
+def rows_of(model: str, until: float) -> list[dict[str, Any]]:
+    """The rows of a model, and what went wrong in its process."""
+    environment = {**os.environ, "KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.keras.fitted_memory", model]
+    left = max(1.0, until - time.monotonic())
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=left)
+        out, error, code = shown.stdout, shown.stderr, shown.returncode
+    except subprocess.TimeoutExpired as late:
+        out, error, code = (late.stdout or b"").decode(), "ended: no time left", 1
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return found + ([{"model": model, "failed": error[-1500:]}] if code else [])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table; what was refused or failed below it."""
+    lines = ["| model | budget | budget MiB | predicted MiB | measured MiB | reserved MiB | kept |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    said = []
+    for row in rows:
+        if "measured_bytes" not in row:
+            said.append(f"- {row['model']} {row.get('budget', '')}: {row.get('refused') or row.get('failed')}")
+            continue
+        sizes = [row.get(f"{name}_bytes") for name in ("budget", "predicted", "measured", "reserved")]
+        shown = [f"{size / 2**20:.3f}" if size else "" for size in sizes]
+        most = row.get("reserved_bytes", row["measured_bytes"])
+        kept = "" if not sizes[0] else "yes" if most <= sizes[0] else f"no, {most / sizes[0] - 1:.1%} above"
+        lines.append(f"| {row['model']} | {row['budget'] or 'none'} | {' | '.join(shown)} | {kept} |")
+    return "\n".join([*lines, "", *said, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=MODELS.split())
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + chosen.seconds
+    every: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(chosen.jobs) as pool, (chosen.out / "rows.jsonl").open("a") as file:
+        for found in pool.map(lambda model: rows_of(model, until), chosen.models):
+            every += found
+            file.write("".join(json.dumps(row) + "\n" for row in found))
+            file.flush()
+            (chosen.out / "table.md").write_text(table(every))
+    print(table(every))
+
+
+if __name__ == "__main__":
+    main()

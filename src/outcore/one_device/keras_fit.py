@@ -1,0 +1,81 @@
+"""What is known of ``fit`` when a Keras model on torch is planned: its loss and its optimizer.
+
+Keras' optimizers step all parameters together, and some make several values of the size of all of them on the way
+(Adam three). That is not documented and differs between them, so a copy of the compiled optimizer takes two steps on
+a handful of numbers, as `outcore.cost.optimizer_cost` lets torch's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.keras.fit_loss import FitLoss
+from outcore.keras.installed import is_keras, require_keras
+from outcore.keras.torch_backend import hold_as_keras, hold_less
+
+__all__ = ["fit_of", "keras_optimizer_cost", "prepared"]
+
+_SIZES = (4096, 4096, 8192)
+
+
+@contextmanager
+def prepared(model: Any) -> Iterator[None]:
+    """A Keras model made to hold no more than backward needs; as it was, if planning fails. Others are left alone."""
+    if not is_keras(model):
+        yield
+        return
+    hold_less(model)
+    try:
+        yield
+    except BaseException:
+        hold_as_keras(model)
+        raise
+
+
+def fit_of(model: Any, kwargs: Any, loss: Any, optimizer: Any, *, bitwise: bool) -> tuple[Any, Any, Any]:
+    """Keyword arguments, loss and optimizer of a Keras model's ``fit``, where the caller has named none; else those.
+
+    Where rounding may differ, a loss is more than counted: the last layer may run in chunks with it. Keras takes its
+    loss by itself, so none is assumed there.
+    """
+    if not is_keras(model):
+        return kwargs, loss, optimizer
+    keras = require_keras()
+    if kwargs is None and getattr(model, "_call_has_training_arg", False):
+        kwargs = {"training": True}
+    if loss is None and bitwise:
+        loss = FitLoss(keras, model)
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        optimizer = keras_optimizer_cost(keras, optimizer)
+    return kwargs, loss, optimizer
+
+
+def keras_optimizer_cost(keras: Any, optimizer: Any) -> OptimizerCost:
+    """State and workspace of a Keras optimizer on torch, from two steps of a copy of it."""
+    name = type(optimizer).__name__
+    (state, together), (_, alone) = (_count(keras, optimizer, sizes) for sizes in (_SIZES, _SIZES[-1:]))
+    if together > 1.25 * alone:
+        return OptimizerCost(name, state, workspace_per_parameter=together / sum(_SIZES) / 4, together=True)
+    return OptimizerCost(name, state, workspace_per_largest=alone / _SIZES[-1] / 4)
+
+
+def _count(keras: Any, optimizer: Any, sizes: tuple[int, ...]) -> tuple[float, int]:
+    """State over the parameters, and the peak of the second step above what is there."""
+    copied = type(optimizer).from_config(optimizer.get_config())
+    variables = [keras.Variable(torch.ones(n, device="cpu"), dtype="float32") for n in sizes]
+    gradients = [torch.ones(n, device="cpu") for n in sizes]
+    with keras.device("cpu"):
+        copied.apply(gradients, variables)
+        kept = [v.value for v in copied.variables]
+        state = sum(t.nbytes for t in kept if t.numel() > 1) / sum(sizes) / 4
+        with LiveBytes([*kept, *gradients, *(v.value for v in variables)]) as live:
+            copied.apply(gradients, variables)
+    return round(state, 3), live.peak
