@@ -21,7 +21,7 @@ from outcore.kernels import bitmask as bits
 from outcore.kernels import byte_index_pool as pools
 from outcore.kernels import sparse_quantize as numbers
 from outcore.memory.encode.pool_positions import PoolWindow
-from outcore.ops.encoding import GROUP
+from outcore.ops.recompute_encode import GROUP
 
 SHAPE = (64, 64, 224, 224)
 Row = tuple[str, Callable[[], Any], float]

@@ -46,7 +46,7 @@ from outcore.graph.record.keys import key_of
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.settings import Settings
-from outcore.ops.encoding import codec_for, held_bytes
+from outcore.ops.recompute_encode import codec_for, held_bytes
 from outcore.planner.memory.evaluate import StepModel
 from outcore.program.policies import RECOMPUTE, Encode, Policy
 

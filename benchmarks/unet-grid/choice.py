@@ -120,7 +120,6 @@ def candidates(case: Case, costs: Any, machine: Any) -> tuple[dict[str, Any], st
     import outcore
     from outcore.errors import OutcoreError
     from outcore.planner.pipeline.plan_job import links_of, weights_on
-    from outcore.planner.pipeline.plan_job import plan as plan_stages
     from outcore.spatial.timeline import predict_timeline
 
     job, ranks = case.job(), case.ranks
@@ -129,7 +128,7 @@ def candidates(case: Case, costs: Any, machine: Any) -> tuple[dict[str, Any], st
     plans: dict[str, Any] = {}
     for schedule in ("model_parallel", "gpipe", "1f1b", "gems"):
         try:
-            made = plan_stages(graph, devices=ranks, machine=machine, schedule=schedule, costs=costs)
+            made = outcore.plan(graph, devices=ranks, machine=machine, schedule=schedule, costs=costs)
         except OutcoreError:
             continue
         if len(made.stages) > 1:

@@ -2,8 +2,7 @@
 
 Everything a user imports is listed here and nowhere else. It is imported when it is first used: ``outcore --version``
 and a mistyped command answer before torch is loaded, and a loop that only needs `within` does not wait for the planner
-of many ranks. Some public functions have the name of the file they are in, so a module that the import system would
-put in a function's place is left out.
+of many ranks. No file beside this one has the name of a public function, or importing it would hide the function.
 """
 
 import sys
@@ -70,10 +69,6 @@ class _Package(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted((*_NAMES, *_MODULES, "__version__"))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _NAMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -14,6 +14,7 @@ from. A Keras model, on any backend, is taken through its torch twin (`outcore.k
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -121,9 +122,10 @@ class Job:
 
     def build(self, device: str | None = None) -> nn.Module:
         """The model, freshly made; on the ``meta`` device it takes no memory."""
-        with repeatable():
+        with repeatable() if _has_keras() else contextlib.nullcontext():
             built = self._call("model", self.model, device=device)
-        built = self._call("model", lambda: as_module(built), device=device)
+        if _has_keras():
+            built = self._call("model", lambda: as_module(built), device=device)
         if not isinstance(built, nn.Module):
             raise JobError(f"model() of {self.name} returned {type(built).__name__}; it must return a torch.nn.Module")
         return built
@@ -177,7 +179,8 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    settle_triton(path.read_text(encoding="utf-8", errors="replace"))
+    if _has_keras(text := path.read_text(encoding="utf-8", errors="replace")):
+        settle_triton(text)
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -207,6 +210,11 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     )
 
 
+def _has_keras(source: str = "") -> bool:
+    """Whether Keras or TensorFlow is imported, or Python text speaks of it; without, no model can be theirs."""
+    return any(name in sys.modules or name in source for name in ("keras", "tf_keras", "tensorflow"))
+
+
 def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
     package, colon, name = text.partition(":")
     if not colon or not name:
@@ -215,7 +223,8 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
         )
     if not inputs:
         raise JobError(f"{text} needs the shape of its input; add for example --input 1x3x224x224")
-    settle_triton(package)
+    if _has_keras(package):
+        settle_triton(package)
     sys.path.insert(0, "")
     try:
         module = importlib.import_module(package)

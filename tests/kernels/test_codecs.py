@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from outcore.memory.encode import bitmask, pool_positions, sparse_quantize
 from outcore.memory.encode.pool_positions import PoolWindow
-from outcore.ops.encoding import GROUP
+from outcore.ops.recompute_encode import GROUP
 from tests.foreign.sample import one_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

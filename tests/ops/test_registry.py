@@ -24,7 +24,7 @@ from outcore.cost.predicted.saved_bytes import kept
 from outcore.graph.naming import function_name
 from outcore.graph.structure import leaves
 from outcore.ops import Facet, find, kinds, names, operation, operations
-from outcore.ops.recomputable import again
+from outcore.ops.recompute_encode import again
 from outcore.ops.saved import SAVED
 from outcore.ops.signature import SIGNATURES
 from outcore.ops.views import SHARING

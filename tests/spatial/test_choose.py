@@ -13,8 +13,7 @@ import outcore
 from outcore.errors import PlanError
 from outcore.machine import parse
 from outcore.machine.link import Link
-from outcore.planner.pipeline.plan_job import links_of, weights_on
-from outcore.planner.pipeline.plan_job import plan as plan_stages
+from outcore.planner.pipeline.plan_job import links_of, plan_stages, weights_on
 from outcore.program import Backward, Forward, Links
 from outcore.program.simulator.links import LinkSchedule
 from outcore.program.simulator.part_time import PartCompute, PartSend, PartWait, perform_parts
@@ -86,7 +85,9 @@ def test_the_faster_of_stages_and_grids_is_taken_under_a_tight_budget(pixels: in
     chosen = outcore.plan(graph, machine=where, memory=tight)
     assert chosen.predicted is not None and max(chosen.predicted.peak_bytes) <= tight
     try:
-        other = plan_stages(graph, devices=4, machine=where, memory=tight).predicted
+        other = plan_stages(
+            graph, outcore.estimate(graph, machine=where), where, devices=4, memory_bytes=tight
+        ).predicted
     except PlanError:
         other = None
     assert chosen.predicted.time_s <= 1.01 * min(p.time_s for p in (grid.predicted, other) if p is not None)

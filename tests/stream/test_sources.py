@@ -13,8 +13,8 @@ from torch import nn
 
 from outcore.data import ArraySource, Batch, Scene, open_slide, write_slide
 from outcore.errors import DataError, StreamError
+from outcore.memory.offload.worker_threads import read_ahead
 from outcore.stream import FunctionSource, stream
-from outcore.stream.execute.prefetch import read_ahead
 from outcore.stream.execute.tile_dedup import colour
 
 from .oracle import assert_equal_to_plain, with_statistics

@@ -6,7 +6,7 @@ kept, dropped, moved and encoded.
 
 For every buffer: which calls make it, who needs it in backward and of what it needs there, and whether it can be made
 again: its *writers* are run again, from the buffers they read, its *sources*. That is allowed only if every writer can
-be run again (`outcore.ops.recomputable`) and no source is overwritten after it was read. Of what operations derive,
+be run again (`outcore.ops.recompute_encode`) and no source is overwritten after it was read. Of what operations derive,
 only the copies in another type that autocast makes of their inputs are made again: by the same cast.
 """
 
@@ -24,8 +24,7 @@ from outcore.graph import Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
-from outcore.ops.encoding import PIXELS, POOLS
-from outcore.ops.recomputable import Need, again, need
+from outcore.ops.recompute_encode import PIXELS, POOLS, Need, again, need
 from outcore.ops.registry import find, names, operation, spatial_dims
 
 __all__ = ["Buffer", "buffers_of"]

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from outcore.cost.saved import Saved
 from outcore.documents.reading import read_json, write_text
@@ -26,6 +26,9 @@ from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
 from outcore.machine.clock import TimedRuns
 from outcore.notebook import html_of
+
+if TYPE_CHECKING:
+    from outcore.graph import Graph
 
 __all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
 
@@ -177,6 +180,13 @@ class Costs:
             return self.calls[call]
         except KeyError:
             raise OutcoreError(f"no call {call!r} in the costs of {self.model}") from None
+
+    def belong_to(self, graph: Graph) -> bool:
+        """Whether they are those of a graph at its size (a fingerprint is the same at every size)."""
+        made = {name: size for cost in self.calls.values() for name, size in cost.outputs.items()}
+        return self.fingerprint == graph.fingerprint and all(
+            graph.values[name].bytes == size for name, size in made.items() if name in graph.values
+        )
 
     def inside(self, path: str = ROOT) -> list[CallCost]:
         """The costs of the calls in a block, at any depth."""

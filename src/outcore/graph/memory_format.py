@@ -35,7 +35,7 @@ from outcore.graph.parts import Value
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
-from outcore.ops.recomputable import again
+from outcore.ops.recompute_encode import again
 from outcore.ops.registry import kinds, names, spatial_dims
 
 __all__ = ["ChannelsLast", "channels_last", "drawn", "recorded"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from outcore.ops.encoding import PIXELS
+from outcore.ops.recompute_encode import PIXELS
 
 __all__ = ["NOWHERE", "PoolWindow"]
 

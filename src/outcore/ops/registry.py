@@ -3,7 +3,7 @@
 An operation is recorded under several names: a class of ``torch.nn``, a function, its in-place form, a reflected
 method. All of them lead to one `Op`, so a rule is written for the operation and holds under each of its names:
 
-    "ReLU"   ─┐              ┌─ again      may run twice                 (ops.recomputable)
+    "ReLU"   ─┐              ┌─ again      may run twice                 (ops.recompute_encode)
     "relu"   ─┼─▶ Op("relu") ┼─ saved      what its backward keeps       (ops.saved)
     "relu_"  ─┘              ├─ cost       sizes of its work             (cost.predicted.describe)
                              └─ tile       how a region is computed      (stream.rules)

@@ -33,7 +33,6 @@ __all__ = [
     "Receive",
     "Reduce",
     "Send",
-    "Transfer",
     "instruction_from_json",
     "instruction_to_json",
 ]
@@ -160,7 +159,6 @@ class OptimizerStep:
 
 
 Compute: TypeAlias = Forward | Backward
-Transfer: TypeAlias = Send | Receive
 Instruction: TypeAlias = Forward | Backward | Send | Receive | CopyOut | CopyIn | Reduce | OptimizerStep
 
 _NAMES: dict[str, type[Instruction]] = {

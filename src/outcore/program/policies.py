@@ -75,7 +75,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Only its encoded form lives between forward and backward (`outcore.ops.encoding`)."""
+    """Only its encoded form lives between forward and backward (`outcore.ops.recompute_encode`)."""
 
     codec: str
     offloads: bool = False

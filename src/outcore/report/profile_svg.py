@@ -16,6 +16,7 @@ from outcore.cost.profile import Profile
 from outcore.figure import SMALL, WIDE, Span, bytes_unit, document, legend, line, rectangle, text, time_unit
 from outcore.graph.parts import ancestors
 from outcore.machine import format_bytes, format_time
+from outcore.ops.registry import kinds
 
 __all__ = ["profile_svg"]
 
@@ -40,7 +41,7 @@ _WORDS = {
     "pool": "pooling",
     "entropy": "loss",
     "loss": "loss",
-    **dict.fromkeys(("relu", "gelu", "silu", "swish", "sigmoid", "tanh", "softmax"), "activation"),
+    **dict.fromkeys((*kinds("activation", "gated activation", "softmax"), "swish"), "activation"),
 }
 _PHASES = {
     "forward": "#c3ccd3",

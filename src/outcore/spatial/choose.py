@@ -1,9 +1,9 @@
 """One call from a job to a plan, for any number of devices: `outcore.plan`.
 
-On one device the ladder decides (`outcore.stream.job_plan`). On several, two families compete: stages, schedules and
-replicas (`outcore.planner.pipeline.plan_job`), and grids of ranks that share the image, with replicas of the grid
-where the batch can be divided, with batches in turn where all of it would not fit, or in front of a pipeline
-(`outcore.spatial.mixed`). Both are simulated over the same
+On one device the first rung of the ladder that holds decides (`outcore.stream.one_device`): plain, policies for saved
+tensors, tiles. On several, two families compete: stages, schedules and replicas (`outcore.planner.pipeline.plan_job`),
+and grids of ranks that share the image, with replicas of the grid where the batch can be divided, with batches in turn
+where all of it would not fit, or in front of a pipeline (`outcore.spatial.mixed`). Both are simulated over the same
 links with the same costs, and the faster one that is within the memory of a rank is the plan; the other one stands in
 it as a runner-up, or as what was refused and why.
 
@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.cost.costs import Costs
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
+from outcore.cost.profile import Profile, loss_bytes_of_job, profile
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -31,13 +33,12 @@ from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
-from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, weights_on
-from outcore.planner.pipeline.plan_job import plan as plan_stages
+from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, plan_stages, weights_on
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial.mixed import mixed_plans
 from outcore.spatial.plan import GridChoice, GridSearch, is_over_pixels
-from outcore.stream.job_plan import plan as plan_one_device
+from outcore.stream.one_device import fit_one_device
 
 __all__ = ["plan"]
 
@@ -94,29 +95,33 @@ def plan(
     """
     where = parse(machine) if isinstance(machine, str) else machine or known()
     count = devices or where.ranks
-    if count == 1 and schedule is None and balance is None:
-        return plan_one_device(
-            source, devices=1, memory=memory, machine=where, batch=batch, batch_norm=batch_norm, costs=costs
-        )
-    graph = source.capture(batch or batch_for(source, count)) if isinstance(source, Job) else source
+    size = batch or batch_for(source, count) if isinstance(source, Job) else None
+    graph = source.capture(size) if isinstance(source, Job) else source
     costs = costs if costs is not None else estimate(graph, where)
+    alone = count == 1 and schedule is None and balance is None
+    plain = profile(source, where.devices[0], size=size) if alone and isinstance(source, Job) else None
     if isinstance(memory, str):
-        memory = parse_budget(memory, plain_peak_bytes(source, graph, costs) if "%" in memory else None)
+        whole = None
+        if "%" in memory:
+            whole = plain.memory.peak_bytes if plain is not None else plain_peak_bytes(source, graph, costs)
+        memory = parse_budget(memory, whole)
     limit = memory or where.devices[0].memory_bytes
+    if alone:
+        return _on_one_device(source, graph, costs, where, limit, size, plain)
     if beside is None and isinstance(source, Job):
         beside = LossAndUpdate.of(source, graph, costs, where, batch or batch_for(source, count))
     stages: Plan | PlanError
     try:
         stages = plan_stages(
             graph,
+            costs,
+            where,
             devices=count,
-            memory=limit,
-            machine=where,
+            memory_bytes=limit,
             schedule=schedule,
             balance=balance,
             granularity=granularity,
             batch_norm=batch_norm,
-            costs=costs,
             shared=shared,
             beside=beside,
         )
@@ -129,10 +134,37 @@ def plan(
         chosen = search.compared(stages)
     if isinstance(chosen, PlanError):
         raise chosen
-    if isinstance(source, Job) and batch is None and (size := batch_for(source, count)) > source.size:
+    if isinstance(source, Job) and batch is None and size is not None and size > source.size:
         said = f"a step trains on {size} samples, one for each device; the job's own batch is {source.size}"
         chosen = replace(chosen, why=(said, *chosen.why))
     return chosen
+
+
+def _on_one_device(
+    source: Job | Graph,
+    graph: Graph,
+    costs: Costs,
+    where: Machine,
+    limit: int,
+    size: int | None,
+    plain: Profile | None,
+) -> Plan:
+    """What the ladder of one device takes, with the loss counted where a job says it."""
+    device = where.devices[0]
+    optimizer = OptimizerCost.of((source.optimizer if isinstance(source, Job) else None) or 2.0, device.kind)
+    held = None
+    if isinstance(source, Job):
+        held = loss_bytes_of_job(source, graph, costs, device, optimizer, size=size)
+    return fit_one_device(
+        graph,
+        costs,
+        where,
+        limit,
+        optimizer=optimizer,
+        loss_bytes=held,
+        plain_s=plain.step.step_s if plain is not None else None,
+        plain_bytes=plain.memory.peak_bytes if plain is not None else None,
+    ).document()
 
 
 @dataclass(frozen=True)

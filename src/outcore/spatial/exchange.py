@@ -29,7 +29,7 @@ from outcore.spatial.parts import contains
 from outcore.stream.execute.map_store import memory_format
 from outcore.stream.rules.border import sliced
 
-__all__ = ["Token", "Transfer", "attach", "new_token"]
+__all__ = ["Token", "Transfer", "new_token"]
 
 Token = torch.Tensor
 _BACK = 1
@@ -229,19 +229,3 @@ class _Complete(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         back = ctx.transfer.start_back(gradients[0], ctx.made)
         return back, torch.zeros((), device=ctx.transfer.device), None
-
-
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, token: Token) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradients[0], torch.zeros((), device=gradients[0].device)
-
-
-def attach(value: torch.Tensor, token: Token) -> torch.Tensor:
-    """A value whose backward also runs all communicating nodes."""
-    made: torch.Tensor = _Attach.apply(value, token)  # type: ignore[no-untyped-call]
-    return made

@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.cost.predicted.rough import belong
 from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
@@ -143,7 +142,7 @@ class StreamedForward:
     def choose(self, graph: Graph, dense: bool) -> StreamPlan:
         """The fastest plan within the budget."""
         wanted = self.wanted
-        costs = self.costs if self.costs is not None and belong(self.costs, graph) else None
+        costs = self.costs if self.costs is not None and self.costs.belong_to(graph) else None
         memory = None if self.tiles_bytes is None else max(1, self.tiles_bytes)
         options: dict[str, Any] = {"memory": memory, "costs": costs, "dense": dense, "policies": True}
         options |= {"workers": _readers(self.model), "device": wanted.device}

@@ -57,9 +57,9 @@ def train(config: Config, console: Console) -> int:
         )
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
-    stop_request = StopRequest()
+    stop_request, parent = StopRequest(), launcher_pid()
     with listening(stop_request, prints=first_rank()):
-        if (parent := launcher_pid()) is not None:
+        if parent is not None:
             end_with_parent(parent)()
         return _train(config, console, stop_request)
 

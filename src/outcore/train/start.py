@@ -28,7 +28,6 @@ from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.machine.units import counted
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
-from outcore.report.run import thin
 from outcore.run.engine.setup import choose_device
 from outcore.train.progress import count_rate
 from outcore.train.settings.config import Config
@@ -94,6 +93,7 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
     shapes = tuple(tuple(x.shape) for x in given if hasattr(x, "shape"))
     try:
         graph = _record(job, given, config.train.precision)
+        parameters = graph.root.parameters
         costs = estimate(graph, device)
         timing = estimate_optimizer(costs, device, job.optimizer) if job.optimizer is not None else None
         step = predict_step(graph, costs, optimizer=timing)
@@ -112,8 +112,6 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
     except OutcoreError as error:
         return RunForecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
-    parameters = graph.root.parameters
-    totals = [moment.bytes.total for moment in curve.moments]
     return RunForecast(
         graph,
         device.name,
@@ -123,7 +121,7 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         curve.peak_bytes,
         device.memory_bytes,
         notes,
-        curve=tuple(totals[i] for i in thin(range(len(totals)), totals)),
+        curve=tuple(moment.bytes.total for moment in curve.moments),
         loss_bytes=held,
         beside=LossAndUpdate.between(graph, costs, device, whole, with_it, job.optimizer),
     )
@@ -134,13 +132,13 @@ def _record(job: Job, inputs: Sequence[Any], precision: str, targets: Any = None
     stand_ins = tuple(
         torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if hasattr(x, "shape") else x for x in inputs
     )
-    target = substitute(targets, torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
     model = job.build("meta").train()
     if precision != "fp32":  # autocast looks at the device; weights that nobody fills in take no memory
         model = model.to_empty(device="cpu")
     with computing(precision, "cpu"):
         if job.loss is None or targets is None:
             return capture(model, stand_ins)
+        target = substitute(targets, torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
         return capture(with_loss(model, apart(job.loss)), stand_ins, {"target": target})
 
 

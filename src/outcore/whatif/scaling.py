@@ -54,11 +54,6 @@ class ScalingPoint:
     """What of it the device waits for."""
     said: str = ""
 
-    @property
-    def per_gpu(self) -> float:
-        """Samples per second and GPU."""
-        return self.samples_per_s / self.gpus
-
 
 @dataclass(frozen=True)
 class Scaling:

@@ -13,8 +13,7 @@ from outcore.machine import parse
 from outcore.models import SlideNet
 from outcore.planner import CallWeights
 from outcore.planner.pipeline.lower import predict_timeline
-from outcore.planner.pipeline.plan_job import links_of
-from outcore.planner.pipeline.plan_job import plan as plan_stages
+from outcore.planner.pipeline.plan_job import links_of, plan_stages
 
 
 def slides(size: int = 1) -> outcore.Job:
@@ -29,9 +28,9 @@ def test_one_slide_for_each_device_where_nobody_said_how_many() -> None:
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_no_stage_is_without_work(devices: int) -> None:
-    job = slides()
-    made = plan_stages(job, devices=devices, batch=1, machine=f"{devices}xv100")
-    graph = job.capture(1)
+    graph, where = slides().capture(1), parse(f"{devices}xv100")
+    memory = where.devices[0].memory_bytes
+    made = plan_stages(graph, outcore.estimate(graph, machine=where), where, devices=devices, memory_bytes=memory)
     weights = CallWeights.of(graph, outcore.estimate(graph, parse("v100")))
     timeline = predict_timeline(made, graph, weights, links_of(parse("4xv100")))
     assert len(made.stages) == devices and min(timeline.busy_s()) > 0.02 * timeline.step_s
@@ -52,12 +51,18 @@ def test_the_figures_of_a_plan_are_those_of_its_timeline() -> None:
 def test_the_state_of_the_job_s_own_optimizer_is_counted() -> None:
     def peak(optimizer: object) -> int:
         job = replace(slides(4), optimizer=optimizer)  # type: ignore[arg-type]
-        made = plan_stages(job, devices=2, machine="2xv100", schedule="gpipe")
+        made = outcore.plan(job, devices=2, machine="2xv100", schedule="gpipe")
         assert made.predicted is not None
         return max(made.predicted.peak_bytes)
 
     sgd = peak(lambda p: torch.optim.SGD(p, lr=0.1))
     assert sgd < peak(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)) < peak(lambda p: torch.optim.Adam(p))
+
+
+def test_a_share_of_the_plain_step_is_a_budget_on_one_device_too() -> None:
+    plain, made = (outcore.plan(slides(2), devices=1, machine="v100", memory=memory) for memory in (None, "80%"))
+    assert plain.predicted is not None and made.predicted is not None
+    assert made.predicted.peak_bytes[0] <= 0.8 * plain.predicted.peak_bytes[0]
 
 
 def test_a_named_schedule_is_a_pipeline() -> None:

@@ -10,18 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Costs
-from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns
 
-__all__ = ["belong", "by_bytes", "scaled", "without_gaps"]
-
-
-def belong(costs: Costs, graph: Graph) -> bool:
-    """Whether costs are those of a graph at its size (a fingerprint is the same at every size)."""
-    made = {name: size for cost in costs.calls.values() for name, size in cost.outputs.items()}
-    return costs.fingerprint == graph.fingerprint and all(
-        graph.values[name].bytes == size for name, size in made.items() if name in graph.values
-    )
+__all__ = ["by_bytes", "scaled", "without_gaps"]
 
 
 def scaled(costs: Costs, like: Costs) -> Costs:

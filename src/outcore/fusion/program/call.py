@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,7 +253,3 @@ def rnn_weights_anywhere() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-Rule = Callable[[FusedCall], Any]
-"""Runs a step for all members; returns NotImplemented where it does not apply to this call."""

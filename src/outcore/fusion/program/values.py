@@ -9,7 +9,7 @@ either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from outcore.graph.structure import leaves, substitute
 __all__ = [
     "Stacked",
     "UnjoinedConcat",
-    "fold_batch",
     "fold_channels",
     "is_repeated",
     "is_stacked",
@@ -86,9 +85,3 @@ def fold_channels(x: Stacked) -> torch.Tensor:
 def unfold_channels(y: torch.Tensor, members: int) -> Stacked:
     """Back from `fold_channels`, without a copy."""
     return Stacked(y.unflatten(1, (members, -1)).transpose(0, 1))
-
-
-def fold_batch(x: Stacked, run: Callable[[torch.Tensor], torch.Tensor]) -> Stacked:
-    """Run something that treats samples independently on the samples of all members."""
-    members, batch = x.tensor.shape[:2]
-    return Stacked(run(x.tensor.flatten(0, 1)).unflatten(0, (members, batch)))

@@ -18,7 +18,6 @@ from outcore.fusion.program.values import Stacked
 
 __all__ = ["cell", "recurrent"]
 
-_GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 State = tuple[torch.Tensor, ...]
 
 

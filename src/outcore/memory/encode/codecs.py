@@ -1,4 +1,4 @@
-"""Encodes saved tensors, and decodes them again (`outcore.ops.encoding` says which codec fits what).
+"""Encodes saved tensors, and decodes them again (`outcore.ops.recompute_encode` says which codec fits what).
 
 A codec works on the raw elements of a storage in memory order, so a view or another memory format needs no care: what
 comes back has the old strides on the new elements.
@@ -42,7 +42,7 @@ def encode(
     """The encoded form of a flat tensor of elements.
 
     Args:
-        codec: one of `outcore.ops.encoding.CODECS`.
+        codec: one of `outcore.ops.recompute_encode.CODECS`.
         flat: the elements of a storage.
         indices: the tensor that fills this storage, for the codec "window".
         window: of the pool, for the codec "window".

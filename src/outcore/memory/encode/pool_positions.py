@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from outcore.kernels.pool_window import NOWHERE, PoolWindow
-from outcore.ops.encoding import POOLS
+from outcore.ops.recompute_encode import POOLS
 from outcore.ops.registry import spatial_dims
 
 __all__ = ["NOWHERE", "PoolWindow", "indices_of", "positions_of", "window_of", "window_of_call"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.memory.encode.bitmask import pack_bits, unpack_bits
-from outcore.ops.encoding import GROUP
+from outcore.ops.recompute_encode import GROUP
 
 __all__ = ["NonZeros", "grouped", "halved", "least_step", "without_zeros"]
 

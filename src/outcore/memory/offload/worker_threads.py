@@ -15,13 +15,16 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["WorkerTask", "WorkerThreads"]
+__all__ = ["WorkerTask", "WorkerThreads", "read_ahead"]
 
 T = TypeVar("T")
+Job = TypeVar("Job")
+Read = TypeVar("Read")
 _PATIENCE_S = 10.0
 
 
@@ -123,3 +126,27 @@ def _work(queue: SimpleQueue[WorkerTask[Any] | None]) -> None:
         task.run()
         del task  # or its result would be held until the next one comes
     queue.put(None)  # for the others: Ctrl-C may have left one that nobody counts
+
+
+def read_ahead(jobs: Iterable[Job], read: Callable[[Job], Read], workers: int) -> Iterator[tuple[Job, Read]]:
+    """Prefetch: each job with what was read for it, in order, while threads read for the next ones.
+
+    At most one job more than there are workers is being read or waits to be taken.
+    """
+    if workers == 0:
+        for job in jobs:
+            yield job, read(job)
+        return
+    pool = WorkerThreads(workers, "outcore-read")
+    waiting: deque[tuple[Job, WorkerTask[Read]]] = deque()
+    try:
+        for job in jobs:
+            waiting.append((job, pool.submit(read, job)))
+            if len(waiting) > workers:
+                first, task = waiting.popleft()
+                yield first, task.result()
+        while waiting:
+            first, task = waiting.popleft()
+            yield first, task.result()
+    finally:
+        pool.cancel()

@@ -28,7 +28,7 @@ from outcore.memory.op_fusion.banded_conv import in_bands
 from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.replay.replay_recompute import BufferRecompute, compile_recompute
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
-from outcore.ops.encoding import held_bytes
+from outcore.ops.recompute_encode import held_bytes
 from outcore.program.policies import KEEP, Policy, Recompute
 from outcore.program.script import Script
 from outcore.program.script_layout import ScriptLayout, layout_of

@@ -20,7 +20,7 @@ from torch import nn
 from outcore.graph.record.recording import Context, Step, Tape, fill
 from outcore.graph.structure import leaves
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, norm_of
-from outcore.ops.recomputable import FOLDING, again
+from outcore.ops.recompute_encode import FOLDING, again
 
 __all__ = ["BufferRecompute", "States", "compile_recompute", "generator_states"]
 

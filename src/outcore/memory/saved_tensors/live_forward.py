@@ -48,11 +48,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveForward", "is_looked_at"]
 
-_ORDINARY = (torch.Tensor, nn.Parameter)
 _COMPOSITES = {F.multi_head_attention_forward}
 _SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 """Layers that compute in another way where nothing is to be differentiated, unless somebody looks at functions."""
-_FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 _HARMLESS = {"requires_grad_", "retain_grad"}
 _modules: Any = nn.modules.module
 _autograd: Any = torch._C._autograd

@@ -27,7 +27,7 @@ from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
-from outcore.ops.encoding import LOSSY, held_bytes
+from outcore.ops.recompute_encode import LOSSY, held_bytes
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.program.policies import KEEP, OFFLOAD, Policies, Policy
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured.saved_bytes import account
-from outcore.cost.predicted.rough import belong, by_bytes, scaled
+from outcore.cost.predicted.rough import by_bytes, scaled
 from outcore.errors import CaptureError, PlanError, VaryingError
 from outcore.graph import Graph
 from outcore.graph.memory_format import recorded
@@ -384,7 +384,7 @@ class ManagedForward:
     def costs_of(self, graph: Graph) -> Costs:
         """Costs of a graph: those that were measured, or scaled from them, or from bytes alone."""
         with self.suspended():
-            if self.costs is not None and belong(self.costs, graph):
+            if self.costs is not None and self.costs.belong_to(graph):
                 return self.costs
             found = account(graph)
             return scaled(found, self.costs) if self.costs is not None else by_bytes(found, memory_rate(self.device))

@@ -9,9 +9,9 @@ What is written in place between forward and backward is noticed by its version 
 tensors that are neither parameters nor what the model was given are held as copies, because these are often what a
 model or a loop keeps up to date (running means, centres, counters), which is no matter to autograd.
 
-A call is repeated only if its operation is known to give the same numbers again (`outcore.ops.recomputable`). Layers
-that keep statistics normalise again without touching them; those that use their running statistics keep the ones of
-this step, because torch writes these without counting it. Random ones draw the same numbers.
+A call is repeated only if its operation is known to give the same numbers again (`outcore.ops.recompute_encode`).
+Layers that keep statistics normalise again without touching them; those that use their running statistics keep the ones
+of this step, because torch writes these without counting it. Random ones draw the same numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outcore.memory.replay.replay_recompute import (
     _Normalised,
 )
 from outcore.memory.saved_tensors.layer_functions import function_of
-from outcore.ops.recomputable import FOLDING, again
+from outcore.ops.recompute_encode import FOLDING, again
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency

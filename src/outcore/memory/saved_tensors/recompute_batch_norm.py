@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.graph.record.recording import Ref, Step
+from outcore.ops.registry import names
 
 __all__ = [
     "NORMS",
@@ -46,7 +47,7 @@ ORDERS = 4
 _TRIED = 2**20
 """Elements that an order is tried on, at each end."""
 NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
-RELUS = {"ReLU", "relu", "relu_"}
+RELUS = names("relu")
 
 
 @dataclass(frozen=True, slots=True)

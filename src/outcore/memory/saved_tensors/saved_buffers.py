@@ -27,7 +27,7 @@ from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, Poli
 from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
 from outcore.memory.saved_tensors.saved_buffer import SavedBuffer
-from outcore.ops.recomputable import need
+from outcore.ops.recompute_encode import need
 from outcore.program.policies import KEEP, Recompute
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from outcore.cost.buffers import Buffer
 from outcore.errors import PlanError
-from outcore.ops.encoding import CODECS, PIXELS, codec_for
+from outcore.ops.recompute_encode import CODECS, PIXELS, codec_for
 from outcore.program.policies import KEEP, Encode, Keep, Policies, Policy, Recompute
 
 __all__ = ["check_policies", "check_policy"]

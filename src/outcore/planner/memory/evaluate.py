@@ -33,7 +33,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.cost.predicted.step_time import backward_with_sums
 from outcore.graph import Graph
-from outcore.ops.encoding import codec_for, held_bytes
+from outcore.ops.recompute_encode import codec_for, held_bytes
 from outcore.ops.registry import spatial_dims
 from outcore.planner.memory.copy_schedule import CopySchedule, OffloadTarget, schedule_transfers
 from outcore.program.policies import (

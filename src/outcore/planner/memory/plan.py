@@ -19,7 +19,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
-from outcore.ops.encoding import LOSSY
+from outcore.ops.recompute_encode import LOSSY
 from outcore.planner.memory.buckets import OffloadableParams
 from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.planner.memory.copy_schedule import OffloadTarget

@@ -26,7 +26,7 @@ from outcore.documents.schema import (
 )
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
-from outcore.ops.encoding import CODECS
+from outcore.ops.recompute_encode import CODECS
 from outcore.program.policies import parse_policy
 
 __all__ = ["MOST", "check_against", "check_policy", "check_spatial", "schema"]

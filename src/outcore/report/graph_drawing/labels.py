@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from outcore.ops.registry import kinds
+
 __all__ = [
     "KINDS",
     "count",
@@ -26,7 +28,7 @@ KINDS = {
     "convolution": "conv",
     "attention": "attention scaled_dot_product",
     "norm": "norm",
-    "activation": "relu gelu silu elu glu sigmoid tanh softmax softplus hardswish mish pool dropout",
+    "activation": " ".join((*kinds("activation", "gated activation", "softmax", "dropout"), "pool")),
     "linear": "linear matmul bmm addmm einsum embedding lstm gru rnn",
     "combine": "add cat concat mul sub stack iadd sum div maximum minimum",
 }

@@ -6,6 +6,11 @@ micro-batch. Parts differ in size by at most one row, larger ones first.
 
 A rank that holds only middle stages needs shapes, not data. `describe` turns a batch into plain JSON, `meta_batch`
 makes meta tensors of it.
+
+A slide or another source may stand in place of a tensor. For everything that is agreed on between ranks it is a tensor
+without content, of its shape and dtype (`stand_ins`). Where the image is shared by a grid of ranks each reads the
+region that its part needs, when its forward begins; where a rank needs the whole of it, all is read at once
+(`in_memory`).
 """
 
 from __future__ import annotations
@@ -18,12 +23,31 @@ from typing import Any
 
 import torch
 
+from outcore.data import Source
 from outcore.errors import EngineError
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import leaves, replace_lazy_images, substitute
+from outcore.stream.source import ImageRows, StreamedImage, image_of
 
-__all__ = ["arguments", "cut", "describe", "difference", "fingerprint", "joined", "meta_batch", "parts", "rows"]
+__all__ = [
+    "Images",
+    "arguments",
+    "cut",
+    "describe",
+    "difference",
+    "fingerprint",
+    "in_memory",
+    "joined",
+    "meta_batch",
+    "parts",
+    "rows",
+    "rows_of_sources",
+    "stand_ins",
+    "tensors_of",
+]
 
 _PLAIN = (int, float, bool, str, type(None))
+Images = dict[int, StreamedImage]
+"""By the id of the tensor that stands for it."""
 
 
 def rows(inputs: Any) -> int:
@@ -70,6 +94,11 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if type(inputs) in (tuple, list):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def tensors_of(inputs: Any) -> list[torch.Tensor]:
+    """The tensors of inputs, in the order in which a graph names them."""
+    return [t for _, t in leaves(arguments(inputs), torch.Tensor)]
 
 
 def describe(batch: Any) -> Any:
@@ -141,3 +170,38 @@ def fingerprint(description: Any) -> int:
     """A number that is the same for batches of the same form, on every rank."""
     text = json.dumps(description, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def stand_ins(inputs: Any) -> tuple[Any, Images]:
+    """The inputs with a tensor without content in place of every source, and which stands for what."""
+    images: Images = {}
+
+    def stand_in(source: Source) -> torch.Tensor:
+        image = image_of(source)
+        made = torch.empty(image.shape, dtype=image.dtype, device="meta")
+        images[id(made)] = image
+        return made
+
+    return replace_lazy_images(inputs, stand_in), images
+
+
+def in_memory(inputs: Any) -> Any:
+    """The inputs with every source read."""
+
+    def whole(source: Source) -> torch.Tensor:
+        image = image_of(source)
+        return ImageRows(image, 0, image.shape[0]).to(torch.device("cpu"))
+
+    return replace_lazy_images(inputs, whole)
+
+
+def rows_of_sources(targets: Any, count: int, first: int, size: int) -> Any:
+    """The targets of a micro-batch with some samples of a source in place of every source of a batch of `count`; they
+    are read where the loss is taken."""
+
+    def rows(source: Source) -> ImageRows:
+        image = image_of(source)
+        begin, end = (first, first + size) if image.shape[0] == count else (0, image.shape[0])
+        return ImageRows(image, begin, end)
+
+    return replace_lazy_images(targets, rows)

@@ -9,7 +9,7 @@ from outcore.program import Event, Program, Stages, Timeline, simulate
 from outcore.program.simulator.memory_curve import RankMemory
 from outcore.program.simulator.part_time import PartBytes, PartCompute, SplitStageCosts
 from outcore.program.timeline import COMPUTE
-from outcore.run.engine.device_clock import clock_offset
+from outcore.run.engine.step_meters import clock_offset
 from outcore.run.engine.worker import Worker
 from outcore.run.ranks.world import World
 

@@ -1,8 +1,11 @@
-"""What an engine is made of before it runs: device, model, first recording, optimizer.
+"""What an engine is made of before it runs: device, model, first recording, optimizer; and what must hold of them.
 
 A job builds its model once more on the meta device, where it takes no memory; that skeleton is what is recorded, so a
 rank keeps the weights of its own stages only (`strip`). A model that is handed over as a module is recorded as it is,
 and trained in place.
+
+An optimizer over other parameters than the model's, and a loss that does not depend on them, train nothing and raise
+nothing: such a run ends "finished". Both are refused with the first step at the latest, where that costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from torch import nn
 from outcore.compiled.install import is_compiled
 from outcore.errors import EngineError, OutcoreError, PlanError
 from outcore.graph import Graph
-from outcore.graph.structure import leaves
 from outcore.job import Job
 from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
@@ -27,18 +29,22 @@ __all__ = [
     "MakeOptimizer",
     "agree",
     "build",
+    "check_gradients",
+    "check_loss",
+    "check_optimizer",
     "choose_device",
     "example_of",
     "first_graph",
     "make_optimizer",
     "materialise",
     "strip",
-    "tensors_of",
 ]
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Groups: TypeAlias = Callable[[str, nn.Parameter], Mapping[str, Any]]
 """Options of the optimizer for a parameter, by its name; parameters with equal ones form a group."""
+
+_DETACHED = "was it computed under no_grad, or from .detach(), .item() or .data?"
 
 
 def choose_device(given: str | torch.device | None, local_rank: int = 0) -> torch.device:
@@ -192,7 +198,32 @@ def materialise(parts: Iterable[nn.Module], device: torch.device) -> None:
         part.to_empty(device=device)
 
 
-def tensors_of(inputs: Any) -> list[torch.Tensor]:
-    """The tensors of inputs, in the order in which a graph names them."""
-    args, kwargs = batches.arguments(inputs)
-    return [t for _, t in leaves((args, kwargs), torch.Tensor)]
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], error: type[OutcoreError]
+) -> None:
+    """Refuse an optimizer that holds none of the model's parameters."""
+    model = {id(p) for p in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if model and not any(id(p) in model for p in held):
+        raise error(
+            f"the optimizer holds {len(held)} parameters and none of the {len(model)} of the model, so it would train "
+            "nothing; make it from the parameters it is given: optimizer(params)"
+        )
+
+
+def check_loss(loss: Any, error: type[OutcoreError]) -> None:
+    """Refuse a loss that cannot be differentiated."""
+    if not isinstance(loss, torch.Tensor):
+        raise error(f"loss(output, target) returned {type(loss).__name__}; it must return a tensor with one number")
+    if loss.numel() != 1:
+        raise error(
+            f"loss(output, target) returned a tensor of shape {list(loss.shape)}; it must be one number: .mean() it"
+        )
+    if not loss.requires_grad:
+        raise error(f"the loss does not depend on any parameter of the model, so nothing can be learned; {_DETACHED}")
+
+
+def check_gradients(found: float, error: type[OutcoreError]) -> None:
+    """Refuse to go on when no parameter of the model, on any rank, got a gradient."""
+    if not found:
+        raise error(f"the loss gave no parameter of the model a gradient, so nothing can be learned; {_DETACHED}")

@@ -16,8 +16,6 @@ from typing import Any, Literal
 from outcore.errors import EngineError
 from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
-from outcore.run.engine.lazy_inputs import Images, in_memory, rows_of_sources, stand_ins
-from outcore.run.engine.setup import tensors_of
 from outcore.run.engine.step_programs import StepPrograms, TaggedProgram
 from outcore.run.engine.worker import ProgramRun, RankMicroBatch
 from outcore.run.ranks.world import World
@@ -53,7 +51,7 @@ class BatchSplitter:
         self, inputs: Any, targets: Any, *, training: bool, step: int, scale: float = 1.0, request: int = 0
     ) -> tuple[ProgramRun, TaggedProgram]:
         """Agree on a batch with all ranks; returns what is to be run, and the program."""
-        inputs, images = stand_ins(inputs) if self.plan.spatial is not None else (in_memory(inputs), Images())
+        inputs, images = batches.stand_ins(inputs) if self.plan.spatial is not None else (batches.in_memory(inputs), {})
         description = batches.describe(inputs) if inputs is not None else None
         count = batches.rows(inputs) if inputs is not None else -1
         mark = batches.fingerprint(description) if description is not None else 0
@@ -69,7 +67,7 @@ class BatchSplitter:
         whole = inputs if has_data else batches.meta_batch(description)
         cut_inputs = batches.cut(whole, mine, sizes)
         cut_targets = [
-            rows_of_sources(t, mine, sum(sizes[:i]), n)
+            batches.rows_of_sources(t, mine, sum(sizes[:i]), n)
             for i, (t, n) in enumerate(zip(batches.cut(targets, mine, sizes), sizes, strict=True))
         ]
         found: list[RankMicroBatch] = []
@@ -78,8 +76,8 @@ class BatchSplitter:
             if sizes[i] not in by_size:
                 by_size[sizes[i]] = self.forms.find(part, flags, training=training)
             form = by_size[sizes[i]]
-            rows: list[Any] = tensors_of(part) if has_data else []
-            for at, tensor in enumerate(tensors_of(inputs) if images else ()):
+            rows: list[Any] = batches.tensors_of(part) if has_data else []
+            for at, tensor in enumerate(batches.tensors_of(inputs) if images else ()):
                 if (image := images.get(id(tensor))) is not None:
                     rows[at] = ImageRows(image, sum(sizes[:i]), sum(sizes[: i + 1]))
             tensors = dict(zip(form.graph.inputs, rows, strict=True)) if has_data else {}

@@ -23,7 +23,7 @@ from torch import nn
 from outcore.errors import EngineError
 from outcore.loss_scale import LossScale
 from outcore.program import Reduce
-from outcore.run.engine.training_checks import check_gradients
+from outcore.run.engine.setup import check_gradients
 from outcore.run.ranks.world import World
 from outcore.run.stage.parameter_owners import ParameterOwners, SharedParameters
 from outcore.run.transport.all_reduce import AllReduce, GlooAllReduce, SharedMemoryAllReduce

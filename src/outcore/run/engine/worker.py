@@ -23,9 +23,8 @@ from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Recei
 from outcore.program.instructions import Instruction, Key
 from outcore.program.timeline import COMPUTE
 from outcore.run.engine.build import EngineParts
-from outcore.run.engine.device_clock import DeviceClock, Moment
-from outcore.run.engine.peak_gauge import PeakGauge
-from outcore.run.engine.training_checks import check_loss
+from outcore.run.engine.setup import check_loss
+from outcore.run.engine.step_meters import DeviceClock, Moment, PeakGauge
 from outcore.run.engine.update import GradientUpdate
 from outcore.run.stage.idle_state_offload import IdleStateOffload
 from outcore.run.stage.parameter_owners import SharedParameters

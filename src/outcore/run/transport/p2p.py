@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from outcore.graph import Value
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
-from outcore.run.engine.device_clock import Moment
+from outcore.run.engine.step_meters import Moment
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait
 

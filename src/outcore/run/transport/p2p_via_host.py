@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
-from outcore.run.engine.device_clock import Moment
+from outcore.run.engine.step_meters import Moment
 from outcore.run.transport.p2p import HostRows, IncomingTensor, Moved, OutgoingTensor, SentTensor, TensorLayout
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait

@@ -21,6 +21,7 @@ from dataclasses import fields, replace
 import torch
 
 from outcore.graph.record.recording import Ref
+from outcore.ops.registry import names
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.rules.convolve import Convolution, Finished
 from outcore.stream.rules.normalise import Affine, Frozen
@@ -91,7 +92,7 @@ def finish(network: RegionNetwork) -> None:
     network.nodes = {name: nodes[name] for name in network.nodes if name in nodes}
 
 
-_RELU = ("ReLU", "relu", "relu_")
+_RELU = names("relu")
 
 
 def _adds(node: RegionNode, type_: str) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from outcore.graph.record.recording import Context, Ref
+from outcore.memory.offload.worker_threads import read_ahead
 from outcore.ops.region import Region, sizes
 from outcore.stream.call import RuleContext
 from outcore.stream.execute.map_store import MapStore
-from outcore.stream.execute.prefetch import read_ahead
 from outcore.stream.execute.tile_classes import StreamTile, TileClasses
 from outcore.stream.execute.tile_dedup import colour
 from outcore.stream.execute.tile_run import run_tile

@@ -56,7 +56,8 @@ class StreamedProgram:
         return Stages((whole,), ())
 
     def simulate(self, reserved_bytes: int = 0) -> Timeline:
-        """The timeline of a step, tile by tile, with its memory."""
+        """The timeline of a step, tile by tile, with its memory; a program that breaks a rule has none."""
+        self.check()
         return simulate_program(self.program, self.stages(reserved_bytes), self.links)
 
     def check(self) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outcore.data import ArraySource, Batch, DataError, Source
 from outcore.job import Job
+from outcore.memory.offload.worker_threads import read_ahead
 from outcore.run.engine import batch as batches
-from outcore.stream.execute.prefetch import read_ahead
 from outcore.train.examples.examples import Examples, generator
 
 __all__ = ["Feed", "JobFeed", "MicroBatch", "Steps"]

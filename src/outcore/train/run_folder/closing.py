@@ -18,6 +18,7 @@ from rich.console import Console
 from outcore.machine.units import counted, format_bytes
 from outcore.program import chart, save_trace
 from outcore.report import page, run_bundle
+from outcore.report.run import thin
 from outcore.run.ranks.world import identify
 from outcore.train.examples.supply import ExampleSupply
 from outcore.train.launch import COMMAND
@@ -30,7 +31,7 @@ __all__ = ["environment", "say_ending", "typed_command", "write_beginning", "wri
 
 def write_beginning(loop: Loop, expected: RunForecast) -> None:
     """Record what was decided and predicted, before the first step."""
-    folder = loop.folder
+    folder, curve = loop.folder, expected.curve
     folder.note(
         ended=None,
         error=None,
@@ -41,7 +42,7 @@ def write_beginning(loop: Loop, expected: RunForecast) -> None:
         forecast=expected.to_json(),
         watch=loop.config.watch,
         budget_bytes=loop.budget_bytes,
-        memory={"predicted": list(expected.curve)} if expected.curve else None,
+        memory={"predicted": [curve[i] for i in thin(range(len(curve)), curve)]} if curve else None,
     )
     if expected.graph is not None:
         replace(folder.path / "graph.json", json.dumps(expected.graph.to_json()))

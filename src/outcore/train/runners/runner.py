@@ -21,7 +21,7 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
 from outcore.program import Timeline
-from outcore.run.engine.training_checks import check_gradients, check_loss, check_optimizer
+from outcore.run.engine.setup import check_gradients, check_loss, check_optimizer
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.saving import load_state, save_state
 from outcore.train.runners.fitting import FittedModel
