@@ -109,7 +109,7 @@ def _peak(assignment: Assignment) -> int:
 
 
 class PolicySearch:
-    """One search."""
+    """Looks for the policies of one network that meet a budget at the least time, within a time limit."""
 
     def __init__(self, keeping: StepModel, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
         self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
@@ -123,7 +123,7 @@ class PolicySearch:
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
 
     def begin(self) -> None:
-        """From now on there is the whole time."""
+        """Start the time limit anew."""
         self.end = time.monotonic() + self.time_limit_s
 
     def allowed(self, policy: Policies) -> dict[str, Policy]:
@@ -190,7 +190,7 @@ class PolicySearch:
         return current
 
     def assign(self, policy: Policies) -> Assignment:
-        """Evaluate."""
+        """These policies with the predicted time and peak of a step under them."""
         return Assignment(policy, self.keeping.evaluate(policy))
 
     # Giving up
