@@ -38,7 +38,7 @@ class CachingAllocator:
         """Place of the next segment."""
 
     def take(self, size: int) -> Block:
-        """Memory for a tensor."""
+        """Allocate a tensor of so many bytes: the smallest free block that is large enough, else a new segment."""
         wanted, small = max(UNIT, rounded(size)), is_small(size)
         free = self._free[small]
         place = bisect_left(free.spare, (wanted, -1))

@@ -53,7 +53,7 @@ class Segment(FreeBlocks):
         return end
 
     def give(self, name: int) -> None:
-        """A tensor goes."""
+        """Free the memory of a tensor, by the number under which it was taken."""
         self.give_back(*self._living.pop(name))
 
     def _grown(self, wanted: int) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class Schema:
 
 
 class Anything(Schema):
-    """No promise."""
+    """Any value: nothing is checked."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Text(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         return "text" if not self.least else "text that is not empty"
 
     def problem(self, value: Any, place: str) -> Problem | None:
@@ -89,7 +89,7 @@ class Number(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         words = "a whole number" if self.whole else "a finite number"
         bounds = [f"of at least {self.least:,}"] if self.least is not None else []
         bounds += [f"above {self.above:,}"] if self.above is not None else []
@@ -133,7 +133,7 @@ class OneOf(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         words = ", ".join(str(one) if isinstance(one, str) else json.dumps(one) for one in self.among)
         return words if len(self.among) == 1 else f"one of {words}"
 
@@ -154,7 +154,7 @@ class ListOf(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         if self.least and self.least == self.most:
             return f"a list of {self.least}"
         return "a list" + (f" of at least {self.least}" if self.least else "")
@@ -221,7 +221,7 @@ class Maybe(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         return f"{self.inner.expected}, or null"
 
     def problem(self, value: Any, place: str) -> Problem | None:
@@ -238,7 +238,7 @@ class Either(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         return " or ".join(kind.expected for kind in self.kinds)
 
     def problem(self, value: Any, place: str) -> Problem | None:

@@ -31,7 +31,7 @@ class Row(Schema):
 
     @property
     def expected(self) -> str:  # type: ignore[override]
-        """In words."""
+        """The schema in words, for messages."""
         return f"a list of {', '.join(name for name, _ in self.places)}"
 
     def problem(self, value: Any, place: str) -> Problem | None:

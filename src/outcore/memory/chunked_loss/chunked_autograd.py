@@ -167,7 +167,7 @@ class LazyGradient(torch.Tensor):
         return made
 
     def whole(self) -> torch.Tensor:
-        """The gradient itself."""
+        """The gradient as one tensor: the sum of its terms."""
         first, *others = (term.of(self.of) for term in self.terms)
         for other in others:
             first = first + other
@@ -298,7 +298,7 @@ class ReductionNode(Function):
 
 
 class WholeNode(Function):
-    """The whole tensor."""
+    """Replaces a lazy tensor by its numbers, for an operation that needs all rows at once."""
 
     @staticmethod
     def forward(ctx: Any, tensor: LazyTensor, numbers: torch.Tensor) -> Any:

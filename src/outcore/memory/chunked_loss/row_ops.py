@@ -81,13 +81,13 @@ class RowOp:
     """Whether it returns the very tensor that it is given."""
 
     def as_called(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Do it as the user did."""
+        """Apply the operation to the whole tensor, with the arguments and autocast of the user's call."""
         with self.autocast.restored():
             result: torch.Tensor = self.func(tensor, *self.args, **self.kwargs)
             return result
 
     def to_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Do it to a chunk."""
+        """Apply the operation to a chunk of rows, under the autocast of the user's call."""
         if self.on_chunk is None:
             return chunk
         with self.autocast.restored():

@@ -73,7 +73,7 @@ class FixedPlace:
         """By piece, when what was here may be overwritten."""
 
     def take(self, pieces: Sequence[Piece]) -> WindowPlace:
-        """Always the same place."""
+        """The buffer's fixed place in the window, with the events to wait for before each piece is written."""
         before = [[event] for event in self.before] or [[] for _ in pieces]
         return WindowPlace(self.window.memory[self.offset : self.offset + pieces[-1][1]], before, lasting=True)
 
@@ -97,7 +97,7 @@ class AllocatorWindow:
         """Memory that is still being copied from."""
 
     def take(self, pieces: Sequence[Piece]) -> WindowPlace:
-        """Newly allocated memory."""
+        """A place in newly allocated memory; writing waits for what the compute stream has queued."""
         self.tidy()
         memory = torch.empty(pieces[-1][1], dtype=torch.uint8, device=self.device)
         return WindowPlace(memory, [[self.copy_streams.now()]] * len(pieces))

@@ -260,7 +260,7 @@ class ManagedForward:
         self.admitted.clear()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of the model."""
+        """The parameters of the model."""
         return self._parameters.of(self.model)
 
     def watched(self, key: Hashable, entry: PlannedCall) -> bool:

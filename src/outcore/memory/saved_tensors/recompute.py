@@ -235,7 +235,7 @@ class _Holder:
         raise NotRepeatable(kind.__name__)
 
     def tensor(self, tensor: torch.Tensor, parameter: bool) -> Argument:
-        """One tensor."""
+        """How a tensor argument is found again: by the buffer it lies in, or by itself; raises if it cannot be."""
         if tensor.layout is not torch.strided:
             raise NotRepeatable(str(tensor.layout))
         address, geometry, own, held = tensor.untyped_storage().data_ptr(), None, False, None

@@ -173,7 +173,7 @@ class _Clock:
         self.backward_start = self._rising[::-1]
 
     def wait_at_turn(self, seconds: float) -> None:
-        """Backward starts later."""
+        """Let backward start so many seconds later, because a copy has to end first."""
         self.backward_start = [s + seconds for s in self.backward_start]
         self._rising = self.backward_start[::-1]
 

@@ -64,7 +64,7 @@ class DiskOverflow:
         return begins
 
     def left(self, buffer: Buffer, end_s: float) -> None:
-        """A buffer is on the host."""
+        """A buffer has arrived on the host; where host memory does not hold it, queue its write to the disk."""
         if buffer.name in self.further:
             self._write_s = max(self._write_s, end_s) + buffer.bytes / self.disk.out_bytes_per_s
             self._writing.append((self._write_s, buffer))

@@ -113,7 +113,7 @@ def _peak(assignment: Assignment) -> int:
 
 
 class PolicySearch:
-    """One search."""
+    """Looks for the policies of one network that meet a budget at the least time, within a time limit."""
 
     def __init__(self, keeping: StepModel, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
         self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
@@ -199,7 +199,7 @@ class PolicySearch:
         return current
 
     def assign(self, policy: Policies) -> Assignment:
-        """Evaluate."""
+        """These policies with the predicted time and peak of a step under them."""
         self.left_s -= self.evaluation_s
         return Assignment(policy, self.keeping.evaluate(policy))
 

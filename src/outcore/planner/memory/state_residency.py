@@ -37,7 +37,7 @@ def change_by_moment(
 
 
 class _Play:
-    """One step, played through."""
+    """Goes through the moments of a plain step and counts which parameters, gradients and state are elsewhere."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _Play:
         """Buckets whose gradients are at home."""
 
     def run(self) -> npt.NDArray[np.int64]:
-        """What changes."""
+        """Bytes by which each moment of the step differs from the plain one; fewer are negative."""
         held = self._of_buckets(range(len(self.buckets)))
         state = -self._state_bytes(held) if self.policy.optimizer == "offload" else 0
         parts = self._forward(), self._backward()
@@ -90,7 +90,7 @@ class _Play:
     # Forward
 
     def _forward(self) -> dict[int, int]:
-        """Of the parameters."""
+        """For each moment of forward, the bytes of parameters that are on the device less those that are offloaded."""
         found = {}
         for at, moment in enumerate(self.plain.moments):
             if moment.phase == "forward":
@@ -244,7 +244,7 @@ class _Window:
 
     @property
     def bytes(self) -> int:
-        """Of all that is here."""
+        """Bytes of the buckets that are in the window, and of those that are still being copied back."""
         return sum(self.sizes[i] for i in self.here) + self.sent
 
     def need(self, numbers: Sequence[int], *, backward: bool) -> None:

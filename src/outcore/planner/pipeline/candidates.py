@@ -112,7 +112,7 @@ class EvenCut:
 
     @classmethod
     def of(cls, pieces: WeightedUnits) -> EvenCut:
-        """The figures of pieces."""
+        """Add up times, saved bytes and parameters of all pieces."""
         weights = sum(nbytes for _, nbytes, _ in pieces.parameters)
         always = (2 + pieces.state_per_parameter) * weights + sum(nbytes for _, nbytes, _ in pieces.fixed)
         held = sum(f.bytes for f in pieces.memory_uses if f.savers)

@@ -63,7 +63,7 @@ class _Tiles:
         self.done: set[int] = set()
 
     def begin(self, action: Pass) -> None:
-        """Another pass."""
+        """Begin a pass; the one before must have computed all its tiles."""
         self.end(f"{action.name!r} begins")
         self.current, self.done = action, set()
 

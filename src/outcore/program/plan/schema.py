@@ -88,7 +88,7 @@ class PlanClaims(Protocol):
 
     @property
     def stream(self) -> Mapping[str, Any] | None:
-        """Tiles."""
+        """The tiles that the image is streamed in."""
 
     @property
     def predicted(self) -> Any:
@@ -151,11 +151,11 @@ class SpatialClaims(Protocol):
 
     @property
     def batch_norm(self) -> str:
-        """What statistics mean."""
+        """Over which samples batch norms take their statistics."""
 
     @property
     def replicas(self) -> int:
-        """Copies."""
+        """Data-parallel copies of the pipeline."""
 
 
 def check_spatial(plan: SpatialClaims) -> None:
