@@ -41,6 +41,12 @@ def test_a_loss_over_pixels_leaves_nothing_to_gather() -> None:
 
         return outcore.Job(model=lambda: nn.Conv2d(3, 4, 3, padding=1), batch=batch, loss=loss, size=1)  # type: ignore[arg-type]
 
+    def squeezed(loss: object) -> outcore.Job:
+        net = nn.Sequential(nn.Conv2d(3, 1, 3, padding=1), nn.Flatten(1, 2))
+        batch = job(loss).batch
+        return outcore.Job(model=lambda: net, batch=lambda n: (batch(n)[0], batch(n)[0][:, 0]), loss=loss, size=1)  # type: ignore[arg-type]
+
+    assert (plan_grid(squeezed(nn.MSELoss()), (2, 1), machine="v100x2").spatial or {}).get("loss") is None
     parts = plan_grid(job(nn.MSELoss()), (2, 2), machine="v100x4")
     whole = plan_grid(job(lambda out, target: (out - target).square().mean()), (2, 2), machine="v100x4")
     assert parts.spatial == {"grid": [2, 2], "loss": "parts"} and whole.spatial == {"grid": [2, 2]}

@@ -18,7 +18,7 @@ from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.rules.pointwise import Dropout
 from outcore.stream.rules.reduce import Largest, Mean, Moments
 
-__all__ = ["SplitExtent", "is_one_map", "split_extent"]
+__all__ = ["SplitExtent", "is_image", "is_one_map", "split_extent"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,14 @@ def is_one_map(network: RegionNetwork, extent: SplitExtent) -> bool:
     """Whether all that the network returns is one map in parts, so that a loss over its pixels can be taken on each."""
     outputs, result = network.graph.outputs, network.recording.result
     every = extent.calls >= network.graph.calls.keys() and extent.boundary == tuple(outputs)
-    return every and len(outputs) == 1 and isinstance(result, Ref) and network.is_streamed(outputs[0])
+    return every and len(outputs) == 1 and isinstance(result, Ref) and is_image(network, outputs[0])
+
+
+def is_image(network: RegionNetwork, value: str) -> bool:
+    """Whether the dimensions of a value are samples, channels and pixels, of which the last are split."""
+    axes = network.axes[value]
+    placed = all(axis is None or axis == dim - 2 for dim, axis in enumerate(axes))
+    return network.is_streamed(value) and len(axes) == network.rank + 2 and placed
 
 
 def _why_not(network: RegionNetwork, node: RegionNode, counts: tuple[int, ...]) -> str | None:

@@ -23,6 +23,7 @@ from outcore.run.stage.stage_module import Part, Values
 from outcore.spatial.communicator import Communicator
 from outcore.spatial.exchange import new_token
 from outcore.spatial.execute import SplitRun, SplitState
+from outcore.spatial.extent import is_image
 from outcore.spatial.layout import SplitLayout
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.stage_layout import cuts_of, layout_of_stage
@@ -182,7 +183,8 @@ class SplitStage:
         if part.draws_in(streamed):
             raise PlanError("a layer draws random numbers in what ranks would stream in tiles; leave out spatial.tile")
         result = RegionNetwork(part.graph).recording.result if self.takes_loss else None
-        if self.takes_loss and (not prepared.is_map or not isinstance(result, Ref)):
+        one_map = prepared.is_map and isinstance(result, Ref) and is_image(network, part.graph.outputs[0])
+        if self.takes_loss and not one_map:
             raise PlanError(
                 f"{part.graph.root.type} does not return one map that tiles make, so its loss cannot be taken in "
                 "parts; leave out spatial.loss"
