@@ -10,6 +10,7 @@ job's own code failed, with its traceback; 2 the command line itself was wrong; 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -110,6 +111,8 @@ def _check_file(path: Path) -> None:
         raise OutcoreError(f"{path} is a folder; give the name of a file: {path / 'NAME'}")
     if not path.parent.is_dir():
         raise OutcoreError(f"no folder {path.parent} for {path.name}; make it first: mkdir -p {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OutcoreError(f"{path} cannot be written: {path.parent.resolve()} takes no files of yours; name another")
 
 
 def _flowing(text: str) -> str:
