@@ -61,7 +61,7 @@ class FitLoss:
             found.append(make(one, tuple(one.shape)[:-1] if whole else tuple(one.shape), whole))
         return self.keras.tree.pack_sequence_as(output, found)
 
-    def target_bytes(self, output: Any) -> int:
+    def bytes_of_targets(self, output: Any) -> int:
         """What targets of these outputs hold throughout, with early gradients of regularized weights."""
         sizes: list[int] = []
 

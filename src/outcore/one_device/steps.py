@@ -151,7 +151,7 @@ def record(asked: Request) -> Network:
     with planning():
         graph = capture(asked.model, *without_memory(call)) if lazy else capture(asked.model, *call)
     cost = OptimizerCost.of(2.0 if asked.optimizer is None else asked.optimizer, graph.device.type)
-    held = getattr(asked.loss, "target_bytes", None)
+    held = getattr(asked.loss, "bytes_of_targets", None)
     beside = held(output_of(graph)) if held is not None and graph.executable is not None else 0
     on_output = None if isinstance(asked.loss, PixelLoss) else asked.loss
     return Network(graph, cost, on_output, lazy, asked.model.__dict__.get("forward"), beside)
