@@ -30,8 +30,7 @@ from outcore.machine.units import counted
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.run.engine.setup import choose_device
 from outcore.train.progress import count_rate
-from outcore.train.settings.config import Config
-from outcore.train.settings.precision import computing
+from outcore.train.settings.config import Config, computing
 
 __all__ = ["RunForecast", "device_here", "duration", "forecast", "start_table"]
 

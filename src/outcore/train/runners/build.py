@@ -25,8 +25,7 @@ from outcore.train.runners.fitting import fit, refit
 from outcore.train.runners.replica_runner import ReplicaRunner
 from outcore.train.runners.runner import PlainRunner
 from outcore.train.runners.step_loss import default_loss
-from outcore.train.settings.config import Config
-from outcore.train.settings.precision import PRECISIONS
+from outcore.train.settings.config import PRECISIONS, Config
 from outcore.train.settings.schedules import make_optimizer
 from outcore.train.start import RunForecast, device_here, forecast
 

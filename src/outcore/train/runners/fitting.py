@@ -25,8 +25,7 @@ from outcore.stream.plan.step_document import StreamedStep
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.runners.step_loss import StepLoss
-from outcore.train.settings.config import Config
-from outcore.train.settings.precision import computing
+from outcore.train.settings.config import Config, computing
 from outcore.train.start import RunForecast, device_here
 
 __all__ = ["FittedModel", "fit", "refit"]

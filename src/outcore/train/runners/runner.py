@@ -25,7 +25,7 @@ from outcore.run.engine.setup import check_gradients, check_loss, check_optimize
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.saving import load_state, save_state
 from outcore.train.runners.fitting import FittedModel
-from outcore.train.settings.precision import computing
+from outcore.train.settings.config import computing
 
 __all__ = ["PlainRunner", "Runner", "StepOutcome"]
 

@@ -35,8 +35,7 @@ from outcore.stream.plan.plan import StreamPlan, how_of
 from outcore.stream.plan.prepared import bound, divided
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.streamed import Streamed
-from outcore.train.settings.config import Config
-from outcore.train.settings.precision import computing
+from outcore.train.settings.config import Config, computing
 from outcore.train.settings.schedules import make_optimizer
 from outcore.train.start import RunForecast, device_here, duration
 

@@ -10,12 +10,14 @@ the nearest that does. The resolved settings are written beside the run, which c
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 
 from outcore.documents.reading import read_yaml
@@ -25,6 +27,7 @@ from outcore.train.metrics import METRICS
 from outcore.train.settings.dataclasses import copied, flatten, make, override, plain
 
 __all__ = [
+    "PRECISIONS",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "PlanConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "computing",
 ]
 
 
@@ -82,6 +86,10 @@ class PlanConfig:
     """Side of the tiles in which the early part of the network runs; chosen by the budget when not given."""
     statistics: bool = False
     """Accept further passes over an image for norms that look at all of it."""
+
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in; fp32 needs none."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +267,12 @@ class Config:
         """Settings in which two runs differ, by dotted name."""
         mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
         return {name: (value, theirs.get(name)) for name, value in mine.items() if theirs.get(name) != value}
+
+
+def computing(precision: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Autocast on a kind of device, where the precision asks for it: what is recorded and planned is what will run."""
+    dtype = PRECISIONS.get(precision)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
 
 
 def _beside(settings: dict[str, Any], folder: Path) -> None:
