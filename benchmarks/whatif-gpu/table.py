@@ -71,7 +71,10 @@ def anchored(step: RecordedStep, trial: dict[str, Any], host: float | None) -> A
 
 
 def techniques(name: str) -> Iterator[dict[str, Any]]:
-    trials = [r for r in rows(name) if "network" in r and "step_s" in r]
+    """Of trials on the whole GPU; of a run of shares, `amp` where the host was timed."""
+    trials = [r for r in rows(name) if "network" in r and "step_s" in r and r["share"] == 100]
+    if "shares" in name:
+        trials = [r for r in trials if r.get("issue_s") is not None]
     names = list(dict.fromkeys(r["network"] for r in trials))
     bases = {n: recorded(n, "") for n in names}
     alone = {r["network"]: r for r in trials if not r["question"]}
@@ -213,10 +216,11 @@ def judged(row: dict[str, Any]) -> str:
 
 def main() -> None:
     dates = [word for word in sys.argv[1:] if not word.startswith("-")] or ["2026-11-17", "2026-11-17-evening"]
-    latest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {"techniques": {}, "shares": {}}
+    latest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {"techniques": {}, "amp": {}, "shares": {}}
     for date in dates:
         made = {
             "techniques": list(techniques(f"{date}-techniques.jsonl")),
+            "amp": list(techniques(f"{date}-shares.jsonl")),
             "shares": list(shares(f"{date}-shares.jsonl")),
         }
         for name, found in made.items():

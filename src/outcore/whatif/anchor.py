@@ -7,9 +7,9 @@ the time that it needed. The same two factors then hold for every variant of the
 
 Where the host was not timed its factor is found from the step, so that the simulated one takes as long, but only as far
 as the step says something of it. The device explains most steps of large networks nearly alone, and what little is left
-(a library that waits, a clock) would be blamed on the host: of 8 networks on one machine, seven hosts were 1.5 to 1.7
-times as slow as predicted, and the one that hardly waits 2.8 times. The host is one machine's, so a factor that
-other networks have there (`host`) is better than such a guess.
+(a library that waits, a clock) would be blamed on the host: of eight networks on one machine, the five whose steps
+depend on the host found it 1.5 to 1.7 times as slow as predicted, and one that hardly waits for it 2.8 times. The host
+is one machine's, so a factor that other networks have there (`host`) is better than such a guess.
 """
 
 from __future__ import annotations
