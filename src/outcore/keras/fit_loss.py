@@ -52,12 +52,13 @@ class FitLoss:
     def targets(self, output: Any, make: Any) -> Any:
         """Targets in the structure of the outputs: made from an output, a shape, and whether numbers are whole."""
         made = self.keras.tree.flatten(output)
+        names = sorted(output) if isinstance(output, dict) else self.names  # a dict is flattened by its keys
         found = []
         for place, one in enumerate(made):
             if not hasattr(one, "shape"):
                 found.append(one)
                 continue
-            whole = self._is_sparse(place, len(made)) and len(one.shape) > 1
+            whole = self._is_sparse(place, names, len(made)) and len(one.shape) > 1
             found.append(make(one, tuple(one.shape)[:-1] if whole else tuple(one.shape), whole))
         return self.keras.tree.pack_sequence_as(output, found)
 
@@ -72,11 +73,11 @@ class FitLoss:
         self.targets(output, size)
         return sum(sizes) + self.regularized_bytes
 
-    def _is_sparse(self, place: int, count: int) -> bool:
+    def _is_sparse(self, place: int, names: Sequence[str], count: int) -> bool:
         """Whether the loss of an output takes classes by their numbers."""
         loss = self.given
         if isinstance(loss, dict):
-            loss = loss.get(self.names[place]) if place < len(self.names) else None
+            loss = loss.get(names[place]) if place < len(names) else None
         elif isinstance(loss, (list, tuple)):
             loss = loss[place] if count == len(loss) else loss[0]
         name = loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", "")
