@@ -47,11 +47,6 @@ class Surroundings:
     cache: str = "ordinary"
     """ordinary or read-only."""
 
-    @property
-    def can_write(self) -> bool:
-        """Whether files can be written into the folder."""
-        return self.folder == "ordinary"
-
 
 @dataclass(frozen=True)
 class Ended:

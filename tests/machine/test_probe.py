@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from outcore.cli.machine import machine as command
 from outcore.machine import Machine, probe, probe_cpu, remembered
+from outcore.machine.probe import _remember
 
 
 @pytest.fixture
@@ -101,3 +102,9 @@ def test_importing_machines_does_not_import_sklearn() -> None:
     code = "import sys, outcore.machine; print('sklearn' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_a_home_that_takes_no_files_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="this machine is not kept .*XDG_CACHE_HOME names another folder"):
+        _remember(tmp_path / "file" / "machine.json", {})

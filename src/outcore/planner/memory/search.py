@@ -42,7 +42,7 @@ _RUN = 64
 """So many that are alike are kept again at once, if they fit; else half of them."""
 _FAR = 1.15
 """An assignment that was brought down to a smaller budget and is slower than this is searched for anew."""
-_EVALUATION_S, _BUFFER_S = 1.5e-5, 2e-7
+_EVALUATION_S, _BUFFER_S = 4e-5, 2e-7
 """What an evaluation takes, and more for each buffer, with the search around it."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
