@@ -195,6 +195,9 @@ def _run() -> None:
             typer.echo("interrupted", err=True)
         raise
     except Exception as error:
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error):  # a full disk, seen by safetensors
+            typer.echo(f"error: weights cannot be written: {str(error).rpartition(': ')[2]}", err=True)
+            sys.exit(1)
         said = _hints(error)
         traceback.print_exception(error.with_traceback(_below_the_command(error.__traceback__)))
         for hint in said:

@@ -60,8 +60,6 @@ class WeightedUnits:
     host_forward_s: tuple[float, ...] = ()
     """What the host takes to launch a unit: a stage is never faster than its host, however small the batch."""
     host_backward_s: tuple[float, ...] = ()
-    start_s: float = 0.0
-    """What the host takes to start a stage's backward."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -130,14 +128,11 @@ class WeightedUnits:
         host_forward, host_backward = self.host_forward_s or nothing, self.host_backward_s or nothing
         for k, inside in enumerate(members):
             state = round(self.state_per_parameter * weights[k])
-            started = self.start_s if inside else 0.0
             stages.append(
                 Stage(
                     calls=tuple(call for i in inside for call in self.units.units[i].calls),
                     forward_s=max(sum(self.forward_s[i] for i in inside), sum(host_forward[i] for i in inside)),
-                    backward_s=max(
-                        sum(self.backward_s[i] for i in inside), started + sum(host_backward[i] for i in inside)
-                    ),
+                    backward_s=max(sum(self.backward_s[i] for i in inside), sum(host_backward[i] for i in inside)),
                     saved_bytes=held[k],
                     workspace_bytes=max((self.workspace_bytes[i] for i in inside), default=0),
                     parameter_bytes=weights[k] + fixed[k],
@@ -182,7 +177,6 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),
         tuple(sum(r.host_forward_s for r in rows) for rows in calls),
         tuple(sum(r.host_backward_s for r in rows) for rows in calls),
-        weights.start_s,
     )
 
 

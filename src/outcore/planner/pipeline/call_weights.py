@@ -12,7 +12,7 @@ but if a cut separates the two, both sides hold it. Parameters are listed by nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outcore.cost.costs import Costs
@@ -65,8 +65,6 @@ class CallWeights:
     """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
     overhead_s: float = 0.0
     """Time of a call that does not depend on the batch: contained in both forward and backward."""
-    start_s: float = 0.0
-    """What the host takes to start a backward on a GPU."""
     source: str = "given"
     costs: Costs | None = field(default=None, compare=False, repr=False)
     """What they were made from, where that is known; policies inside stages are planned with it."""
@@ -131,10 +129,10 @@ class CallWeights:
                 _host_s(getattr(row, "forward", None), between_s),
                 _host_s(backward.get(name, getattr(row, "backward", None)), between_s),
             )
-        started = whole.start_s if whole is not None and any(w.host_backward_s for w in calls.values()) else 0.0
-        return cls(
-            calls, sizes, state_per_parameter, overhead_s=overhead_s, start_s=started, source="costs", costs=whole
-        )
+        last = next((name for name in reversed(calls) if calls[name].host_backward_s), None)
+        if last is not None and whole is not None:  # where backward begins, which the host starts
+            calls[last] = replace(calls[last], host_backward_s=calls[last].host_backward_s + whole.start_s)
+        return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs", costs=whole)
 
 
 def fixed_tensors(graph: Graph, trained: Mapping[str, int]) -> dict[str, int]:
