@@ -37,6 +37,15 @@ def test_squeezing_ends_near_the_smallest_peak_of_all_assignments() -> None:
     assert found.outcome.peak_bytes <= 1.03 * min(outcome.peak_bytes for outcome in every_assignment(keeping))
 
 
+def test_an_assignment_of_another_network_leaves_nothing_behind() -> None:
+    """A network that took another way is planned from the plan before it, which may keep what this one does not have."""
+    keeping = step(3)
+    budget = int(0.9 * keeping.plain.peak_bytes)
+    found = fit(keeping, budget, near={"elsewhere#0:out": KEEP, next(iter(keeping.buffers)): KEEP})
+    assert found.fits(budget)
+    assert set(found.policy) <= set(keeping.buffers)
+
+
 def every_assignment(keeping: StepModel) -> Iterator[StepUnderPolicies]:
     """Brute force."""
     choices = {b.name: [KEEP, *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}

@@ -136,8 +136,9 @@ class PolicySearch:
         return self.left_s <= 0
 
     def allowed(self, policy: Policies) -> dict[str, Policy]:
-        """What of an assignment from elsewhere this network can have."""
-        return {n: how for n, how in policy.items() if isinstance(how, Keep) or how in self.choices.get(n, ())}
+        """What of an assignment from elsewhere, of another network perhaps, this network can have."""
+        mine = {n: how for n, how in policy.items() if n in self.keeping.buffers}
+        return {n: how for n, how in mine.items() if isinstance(how, Keep) or how in self.choices.get(n, ())}
 
     def lowered(self, policy: Policies) -> Assignment | None:
         """An assignment brought down to the budget, if that is only a few steps away and costs little."""
