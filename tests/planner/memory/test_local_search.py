@@ -38,7 +38,7 @@ def test_squeezing_ends_near_the_smallest_peak_of_all_assignments() -> None:
 
 
 def test_an_assignment_of_another_network_leaves_nothing_behind() -> None:
-    """A network that took another way is planned from the plan before it, which may keep what this one does not have."""
+    """A network that took another way is planned from the plan before, which may keep what this one does not have."""
     keeping = step(3)
     budget = int(0.9 * keeping.plain.peak_bytes)
     found = fit(keeping, budget, near={"elsewhere#0:out": KEEP, next(iter(keeping.buffers)): KEEP})
