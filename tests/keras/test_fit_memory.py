@@ -39,7 +39,7 @@ def test_targets_are_as_large_as_the_loss_asks_for() -> None:
     size = np.dtype(model.weights[0].dtype).itemsize
     assert regularized_bytes(model) == 4 * 8 * 3 * size
     tensors = {name: torch.zeros(array.shape) for name, array in output.items()}
-    assert FitLoss(keras, model).target_bytes(tensors) == 8 * 8 + 12 * 4 + regularized_bytes(model)
+    assert FitLoss(keras, model).bytes_of_targets(tensors) == 8 * 8 + 12 * 4 + regularized_bytes(model)
 
 
 def test_logits_are_not_taken_along_while_they_are_not_wanted() -> None:
