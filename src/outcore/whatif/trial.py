@@ -163,7 +163,10 @@ def _summed(output: Any) -> torch.Tensor:
 
 
 def _graphed(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as one CUDA graph, after a warm-up on a stream of its own as torch asks for."""
+    """The step as one CUDA graph, after a warm-up on a stream of its own as torch asks for.
+
+    A graph reads the memory of the model and of the batch without holding it, so what is returned holds the step too.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -173,7 +176,11 @@ def _graphed(step: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(held: Callable[[], Any] = step) -> None:
+        graph.replay()
+
+    return replay
 
 
 def _busy_s(step: Callable[[], Any], steps: int = 2) -> float | None:
