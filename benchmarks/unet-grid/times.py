@@ -3,14 +3,17 @@
     python benchmarks/unet-grid/times.py --out $OUT                              # ranks on one GPU, under CUDA MPS
     python benchmarks/unet-grid/times.py --out $OUT --device cpu --cores 2       # ranks of one thread on two cores
 
-Three networks on 1 x 2 and 2 x 2 ranks. The calls of a network are measured on their own in this process (one thread),
-messages between two idle ranks in the same processes that train afterwards. A machine of as many devices as ranks, of
-which no more compute at once than there are processors, with that link, is what the step is simulated on.
+Three networks on 1 x 2 and 2 x 2 ranks. On a GPU every rank has an equal share of its multiprocessors, so that ranks
+stand for GPUs of their own; what they still share is its memory. The calls of a network are therefore measured in as
+many processes at the same time as there are ranks (on a CPU: as there are cores), messages between two idle ranks in
+the processes that train afterwards. The step is simulated on a machine of as many devices as ranks with that link, on a
+CPU with no more of them computing at once than there are cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import math
@@ -19,7 +22,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 from outcore.models import UNet
 from outcore.planner.pipeline.plan_job import links_of, weights_on
+from outcore.program import Event
 from outcore.run import Engine, launch
 from outcore.spatial.timeline import predict_timeline
 
@@ -82,12 +86,20 @@ def job(name: str, cuda: bool, scale: float = 1.0) -> outcore.Job:
     return _classification("resnet50" if cuda else "resnet18", round((2048 if cuda else 256) * scale))
 
 
-def _link(engine: Engine) -> dict[str, float]:
-    """Bytes per second and latency between the first two ranks, with the messages that training uses."""
+SIZES = {1 << 10: 40, 1 << 16: 20, 1 << 20: 16, 1 << 22: 10, 1 << 24: 6}
+"""Bytes of the messages that a link is measured with, and how often each is sent."""
+
+
+def _link(engine: Engine) -> dict[str, Any]:
+    """Bytes per second and latency between the first two ranks, with the messages that training uses.
+
+    A line through the medians of all sizes, each weighed by what it took: small messages give the latency, large ones
+    the rate.
+    """
     messages, number = engine.worker.messages, 1 << 16
     assert messages is not None
     found: dict[int, float] = {}
-    for nbytes, times in ((1 << 10, 60), (1 << 22, 12)):
+    for nbytes, times in SIZES.items():
         row, both = torch.zeros(nbytes // 4, device=engine.device), []
         for _ in range(times):
             number += 1
@@ -104,8 +116,32 @@ def _link(engine: Engine) -> dict[str, float]:
         found[nbytes] = statistics.median(both) / 2
     messages.waits.clear()
     engine.worker._noted.clear()
-    small, large = found[1 << 10], found[1 << 22]
-    return {"bytes_per_s": ((1 << 22) - (1 << 10)) / max(1e-9, large - small), "latency_s": small}
+    weights = [1 / seconds**2 for seconds in found.values()]
+    mean_x = sum(w * x for w, x in zip(weights, found, strict=True)) / sum(weights)
+    mean_y = sum(w * y for w, y in zip(weights, found.values(), strict=True)) / sum(weights)
+    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, found.items(), strict=True))
+    slope = over / sum(w * (x - mean_x) ** 2 for w, x in zip(weights, found, strict=True))
+    return {"bytes_per_s": 1 / max(1e-12, slope), "latency_s": max(0.0, mean_y - slope * mean_x), "seconds": found}
+
+
+def measure_calls(name: str, cuda: bool, scale: float, seconds: float) -> dict[str, Any]:
+    """In one of several processes at the same time: what the calls of a network take."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if not cuda:
+        torch.set_num_threads(1)
+    costs = measure(job(name, cuda, scale).capture(1), "cuda" if cuda else "cpu", time_limit_s=seconds)
+    return costs.to_json()
+
+
+@contextlib.contextmanager
+def _shares(cuda: bool, ranks: int) -> Iterator[None]:
+    """Processes that are started meanwhile have an equal share of the GPU."""
+    if cuda:
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
 
 
 def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
@@ -133,26 +169,38 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
             times.append(time.perf_counter() - began)
         events = [e for e in engine.timeline().events if e.rank == engine.rank]
     faulthandler.cancel_dump_traceback_later()
-    halos = sum(e.end_s - e.start_s for e in events if e.kind == "halo" and e.stream == "receive")
-    return {"link": link, "step_s": times[SKIPPED:], "receiving_s": halos, "loss": loss}
+    return {"link": link, "step_s": times[SKIPPED:], "busy_s": _busy(events), "loss": loss}
+
+
+def _busy(events: Iterable[Event]) -> dict[str, float]:
+    """Seconds by stream and kind."""
+    found: dict[str, float] = {}
+    for event in events:
+        kind = f"{event.stream} {event.kind}"
+        found[kind] = found.get(kind, 0.0) + event.end_s - event.start_s
+    return found
 
 
 def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
     one = parse("h200") if cuda else known()
     device = one.devices[0]
-    return replace(one, devices=(device,) * ranks, between_devices=link, processors=1 if cuda else cores)
+    return replace(one, devices=(device,) * ranks, between_devices=link, processors=None if cuda else cores)
 
 
-def compare(name: str, grid: tuple[int, ...], costs: Costs, cuda: bool, cores: int, scale: float) -> dict[str, Any]:
+def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: float, seconds: float) -> dict[str, Any]:
     chosen, ranks = job(name, cuda, scale), math.prod(grid)
+    graph = chosen.capture(1)
+    with _shares(cuda, ranks):
+        measured_at_once = launch(measure_calls, ranks if cuda else min(ranks, cores), name, cuda, scale, seconds)
+    costs = Costs.from_json(measured_at_once[0])
     assumed = _machine(cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=2e9, latency_s=1e-4))
     plan = outcore.spatial.plan_grid(chosen, grid, machine=assumed, costs=costs)
-    found = launch(train, ranks, plan.to_json(), name, cuda, scale)
+    with _shares(cuda, ranks):
+        found = launch(train, ranks, plan.to_json(), name, cuda, scale)
     link = found[0]["link"]
     where = _machine(
         cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=link["bytes_per_s"], latency_s=link["latency_s"])
     )
-    graph = chosen.capture(1)
     timeline = predict_timeline(plan, graph, weights_on(where, graph, costs), links_of(where))
     measured = max(statistics.median(rank["step_s"]) for rank in found)
     return {
@@ -163,6 +211,8 @@ def compare(name: str, grid: tuple[int, ...], costs: Costs, cuda: bool, cores: i
         "predicted_s": timeline.step_s,
         "measured_s": measured,
         "ratio": timeline.step_s / measured,
+        "calls_s": [costs.total().forward_s, costs.total().backward_s],
+        "predicted_busy_s": [_busy(e for e in timeline.events if e.rank == rank) for rank in range(ranks)],
         "ranks": found,
     }
 
@@ -192,17 +242,11 @@ def main() -> None:
             if time.monotonic() - began > given.limit:
                 rows.append({"network": network, "error": "not begun: out of time"})
                 continue
-            try:
-                costs = measure(job(network, cuda, given.scale).capture(1), given.device, time_limit_s=given.measure)
-            except Exception as error:  # it stays in the table
-                rows.append({"network": network, "error": f"{type(error).__name__}: {error}"[:500]})
-                continue
-            torch.cuda.empty_cache()
             for said in given.grids:
                 grid = tuple(int(n) for n in said.split("x"))
                 try:
-                    rows.append(compare(network, grid, costs, cuda, given.cores, given.scale))
-                except Exception as error:
+                    rows.append(compare(network, grid, cuda, given.cores, given.scale, given.measure))
+                except Exception as error:  # it stays in the table
                     text = f"{type(error).__name__}: {error}"[:500]
                     rows.append({"network": network, "grid": list(grid), "error": text})
                 print(_line(rows[-1]), flush=True)
