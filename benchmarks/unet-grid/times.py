@@ -236,7 +236,7 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     name = f"times-{'gpu' if cuda else f'{given.cores}-cores'}"
-    with mps() as shared:  # before anything touches the GPU
+    with mps() if cuda else contextlib.nullcontext(False) as shared:  # before anything touches the GPU
         where = torch.cuda.get_device_name() if cuda else f"{platform.processor()}, {given.cores} cores"
         for network in given.networks:
             if time.monotonic() - began > given.limit:
