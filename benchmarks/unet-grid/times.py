@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,7 @@ from outcore.models import UNet
 from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.program import Event
 from outcore.run import Engine, launch
+from outcore.spatial import script
 from outcore.spatial.timeline import predict_timeline
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -86,6 +88,8 @@ def job(name: str, cuda: bool, scale: float = 1.0) -> outcore.Job:
     return _classification("resnet50" if cuda else "resnet18", round((2048 if cuda else 256) * scale))
 
 
+POSTING = (None, 0.25, 0.5, 1.0)
+"""What a message takes of its ends: as outcore assumes, or so much of the latency; said beside the prediction."""
 SIZES = {1 << 10: 40, 1 << 16: 20, 1 << 20: 16, 1 << 22: 10, 1 << 24: 6}
 """Bytes of the messages that a link is measured with, and how often each is sent."""
 
@@ -203,6 +207,13 @@ def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: flo
     )
     timeline = predict_timeline(plan, graph, weights_on(where, graph, costs), links_of(where))
     measured = max(statistics.median(rank["step_s"]) for rank in found)
+    posting = {share: script.POSTING_S if share is None else share * link["latency_s"] for share in POSTING}
+    by_posting = {}
+    for share, seconds_each in posting.items():
+        with patch.object(script, "POSTING_S", seconds_each):
+            by_posting[str(share)] = predict_timeline(
+                plan, graph, weights_on(where, graph, costs), links_of(where)
+            ).step_s
     return {
         "network": name,
         "grid": list(grid),
@@ -211,6 +222,7 @@ def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: flo
         "predicted_s": timeline.step_s,
         "measured_s": measured,
         "ratio": timeline.step_s / measured,
+        "predicted_by_posting_s": by_posting,
         "calls_s": [costs.total().forward_s, costs.total().backward_s],
         "predicted_busy_s": [_busy(e for e in timeline.events if e.rank == rank) for rank in range(ranks)],
         "ranks": found,
