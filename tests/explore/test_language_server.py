@@ -25,6 +25,7 @@ from outcore.explore.language_server import OPTIONS
 from outcore.job import Job
 from outcore.machine import format_bytes, format_time, parse
 from tests.explore.jobs import SMALL, line_of, write
+from tests.foreign.sample import sometimes
 
 PATIENCE_S = 90
 
@@ -92,6 +93,7 @@ async def hints_of(editor: Editor, uri: str) -> dict[int, str]:
     return {hint.position.line + 1: str(hint.label) for hint in found or ()}
 
 
+@sometimes
 def test_lines_of_forward_have_hints_a_hover_and_a_lens(tmp_path: Path) -> None:
     path = write(tmp_path)
     shown = profile(Job.load(str(path)), parse("v100").devices[0])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["commit", "one_in", "quarter", "rotating"]
+__all__ = ["commit", "one_in", "quarter", "rotating", "sometimes"]
 
 T = TypeVar("T")
 
@@ -54,3 +54,9 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
         pytest.param(*row, marks=() if (i + i // count + first) % count == 0 else pytest.mark.slow)
         for i, row in enumerate(rows)
     ]
+
+
+def sometimes(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that starts many processes or takes many seconds: quick with one commit in three, slow with the others."""
+    drawn = random.Random(commit() + test.__qualname__).randrange(3) == 0
+    return test if drawn else pytest.mark.slow(test)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from outcore.infer.disk_array import DiskArray
+from tests.foreign.sample import sometimes
 from tests.infer.slides import infer, write_work
 
 
@@ -107,6 +108,7 @@ def in_small_disk() -> Iterator[list[str]]:
     yield told
 
 
+@sometimes
 def test_a_disk_that_is_really_full_does_not_kill_the_process(tmp_path: Path, in_small_disk: list[str]) -> None:
     folder = write_work(tmp_path, size=(700, 900))
     (folder / "small").mkdir()

@@ -17,6 +17,7 @@ from outcore.data import open_slide
 from outcore.errors import DataError
 from outcore.infer import one_slide
 from outcore.infer.partial import Partial
+from tests.foreign.sample import sometimes
 from tests.infer.slides import infer, write_work
 
 
@@ -135,6 +136,7 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
         assert (tmp_path / ".a.tif.partial").is_dir()
 
 
+@sometimes
 def test_a_killed_run_leaves_nothing_under_its_name_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     folder = write_work(tmp_path, size=(1500, 1500))
     told = ("--data", "slide.tif", "--memory", "500KiB", "--workers", "0", "-o", "mask.tif")

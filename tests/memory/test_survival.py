@@ -27,6 +27,7 @@ from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError, PlanError
 from outcore.memory.offload import backends
 from outcore.memory.saved_tensors import managed_forward as managed_forwards
+from tests.foreign.sample import sometimes
 
 from ..run.pool import pool
 from .test_within import budgeted, gradients, images, managed, network, same, step
@@ -265,6 +266,7 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+@sometimes
 def test_data_parallel_and_sharded_around_on_two_ranks() -> None:
     with pool() as ranks:
         for function in (data_parallel, sharded, sharded_before):

@@ -36,7 +36,7 @@ def kill_at_every(folder: Path, stride: int, first: int = 1) -> dict[str, Any]:
 
 
 def test_a_run_killed_at_some_of_its_file_operations_goes_on(tmp_path: Path) -> None:
-    found = kill_at_every(tmp_path, 100, *rotating(range(1, 101), 1))  # others with every commit
+    found = kill_at_every(tmp_path, 200, *rotating(range(1, 201), 1))  # others with every commit
     assert found["wrong"] == [] and found["operations"] > 100 and found["kills"] > 0
 
 

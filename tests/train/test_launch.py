@@ -21,6 +21,8 @@ COUNTING = f"""#!{sys.executable}
 import os, signal, sys, time
 from pathlib import Path
 
+from tests.foreign.sample import sometimes
+
 heard = []
 signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
 here = Path(sys.argv[-1]).parent
@@ -40,6 +42,7 @@ time.sleep(0.5)  # for one too many
 """
 
 
+@sometimes
 def test_keys_pressed_once_are_heard_once_by_every_rank(tmp_path: Path) -> None:
     rank = tmp_path / "rank"
     rank.write_text(COUNTING)

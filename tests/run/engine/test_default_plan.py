@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.foreign.sample import sometimes
+
 ROOT = Path(__file__).parents[3]
 
 
+@sometimes
 def test_the_lines_of_the_how_to_run_on_two_ranks(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/split.md").read_text()
     lines = next(

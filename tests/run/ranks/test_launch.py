@@ -19,6 +19,7 @@ from outcore.run.engine.loader import Loader, cut_epoch
 from outcore.run.ranks.launch import launch
 from outcore.run.ranks.world import identify
 from outcore.run.transport.p2p import HostRows, TensorLayout
+from tests.foreign.sample import sometimes
 from tests.run.launched import once_more, train_given, train_two
 from tests.run.pool import Pool
 from tests.run.training import plain, train
@@ -86,6 +87,7 @@ def test_what_processes_share_becomes_a_rank_s_own() -> None:
     assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
 
 
+@sometimes
 def test_a_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     whole = launch(once_more, 2, str(tmp_path / "whole"), False)
     killed = launch(once_more, 2, str(tmp_path / "killed"), True, restarts=1)

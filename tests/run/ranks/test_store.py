@@ -22,6 +22,7 @@ from outcore.run.ranks.launch import launch
 from outcore.run.ranks.secret import find_secret
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.ranks.store_client import StoreClient
+from tests.foreign.sample import sometimes
 
 
 @pytest.fixture
@@ -181,6 +182,7 @@ def die_while_starting(rank: int) -> None:
     World.join(timeout_s=100.0).close()
 
 
+@sometimes
 def test_a_rank_killed_while_starting_is_named_and_nobody_waits_for_it() -> None:
     with pytest.raises(EngineError, match="rank 1 failed: SIGKILL while starting"):
         launch(die_while_starting, 2, 1)
@@ -191,6 +193,7 @@ def write_pid_and_wait(folder: str) -> None:
     time.sleep(120)
 
 
+@sometimes
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     program = "from outcore.run.ranks.launch import launch\nfrom tests.run.ranks.test_store import write_pid_and_wait\n"
     program += f"if __name__ == '__main__':\n    launch(write_pid_and_wait, 2, {str(tmp_path)!r})"
