@@ -14,14 +14,13 @@ import pytest
 
 from outcore.run.ranks.launch import rank_variables
 from outcore.run.ranks.store import StoreServer
+from tests.foreign.sample import sometimes
 
 from .running import write_job
 
 COUNTING = f"""#!{sys.executable}
 import os, signal, sys, time
 from pathlib import Path
-
-from tests.foreign.sample import sometimes
 
 heard = []
 signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
