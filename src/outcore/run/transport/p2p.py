@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,10 @@ def _same_stride(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...])
     return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
 
 
+_SMALL = 1 << 14
+"""Bytes that are rather held until the step ends than waited for by a thread."""
+
+
 class HostRows:
     """Rows of bytes on the host that are reused when nothing holds them."""
 
@@ -148,8 +152,17 @@ class PointToPoint(Protocol):
 
     shared_rows: SharedRows
 
-    def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
-        """Post the send of a tensor."""
+    def send(
+        self,
+        tensor: torch.Tensor,
+        layout: TensorLayout,
+        target: int,
+        tag: int,
+        done: Moved,
+        *,
+        given_away: bool = False,
+    ) -> OutgoingTensor:
+        """Post the send of a tensor; of one that is given away nobody needs the memory again."""
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
@@ -195,7 +208,8 @@ class _Named:
 
 
 class AnnouncedRow:
-    """The name of a shared row that is being sent; the tensor itself is free already."""
+    """The name of a shared row, or a small row that was given away, that is being sent; nothing of the sender's waits
+    for it."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
@@ -220,6 +234,16 @@ class SentTensor:
         self._watched_wait.result(self._task)
 
 
+class _HeldSend(NamedTuple):
+    """A row that is being sent, held until it has left."""
+
+    row: torch.Tensor
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
 class HostPointToPoint:
     """Between tensors in host memory, by shared memory or gloo."""
 
@@ -229,8 +253,17 @@ class HostPointToPoint:
         self._announced: list[Any] = []
         self._waiting = WorkerThreads(1, "outcore send", finish=False)
 
-    def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
-        """Post the send of a tensor."""
+    def send(
+        self,
+        tensor: torch.Tensor,
+        layout: TensorLayout,
+        target: int,
+        tag: int,
+        done: Moved,
+        *,
+        given_away: bool = False,
+    ) -> OutgoingTensor:
+        """Post the send of a tensor; of one that is given away nobody needs the memory again."""
         flat = layout.flat(tensor).view(torch.uint8)
         posted = time.perf_counter()
         if self.shared_rows.reaches(target, layout.nbytes):
@@ -240,6 +273,10 @@ class HostPointToPoint:
             done("send", posted, time.perf_counter())
             return AnnouncedRow(self._finish_announced)
         work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
+        if given_away and layout.nbytes <= _SMALL:
+            self._announced.append(_HeldSend(flat, work))
+            done("send", posted, time.perf_counter())
+            return AnnouncedRow(self._finish_announced)
 
         def finish() -> None:
             work.wait()

@@ -49,7 +49,16 @@ class StagedPointToPoint:
             for name, count in (("send", 1), ("sent", 1), ("receive", 4), ("landed", 1))
         )
 
-    def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
+    def send(
+        self,
+        tensor: torch.Tensor,
+        layout: TensorLayout,
+        target: int,
+        tag: int,
+        done: Moved,
+        *,
+        given_away: bool = False,
+    ) -> OutgoingTensor:
         """Post the send of a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
         if self.shared_rows.reaches(target, layout.nbytes):

@@ -40,7 +40,8 @@ class PartMessages:
         with self.place.communicating():
             self._going = [going for going in self._going if not going.ended()]
             done = self._done(f"halo→{self._first + target}", layout.nbytes)
-            self._going.append(self._p2p.send(dense, layout, self._first + target, _TAGS + number, done))
+            to, tag = self._first + target, _TAGS + number
+            self._going.append(self._p2p.send(dense, layout, to, tag, done, given_away=True))
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, number: int
