@@ -4,7 +4,8 @@ A *value* is a node of the joint graph, a *buffer* the memory of one or several 
 they view, and the parts of an operation with several results have one each. An operation that Inductor can fuse has no
 buffer of its own unless somebody needs it in memory; which ones do depends on what is saved, and is found for every
 choice anew (`outcore.compiled.lifetimes`). An operation of a library takes what it was calibrated to take on the device
-(`outcore.compiled.node_times`), else its arithmetic or its traffic, whichever is longer; a fused kernel its traffic.
+(`outcore.compiled.times.node_times`), else its arithmetic or its traffic, whichever is longer; a fused kernel its
+traffic.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from outcore.compiled.node_times import calibrated_seconds
 from outcore.compiled.offload_ops import is_dense
+from outcore.compiled.times.node_times import calibrated_seconds
 from outcore.compiled.torch_partitioner import Partition
 from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError

@@ -12,7 +12,7 @@ writes and given back after its last reader; a fused kernel writes over what it 
     order ──┘             backward: saved values go with their last reader, gradients of parameters stay
 
 A saved value can leave the device instead: its memory is free after the copy out, and taken again when the copy back
-begins (`outcore.compiled.copy_times`).
+begins (`outcore.compiled.times.copy_times`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from outcore.compiled.copy_times import EARLY, copies_back, copies_out
-from outcore.compiled.fused_times import kernel_seconds
 from outcore.compiled.joint_graph import JointGraph
+from outcore.compiled.times.copy_times import EARLY, copies_back, copies_out
+from outcore.compiled.times.fused_times import kernel_seconds
 
 __all__ = ["Held", "Moment", "StepOfGraph", "Way", "step_of"]
 
@@ -42,6 +42,8 @@ class Held:
     bytes: int
     first: int
     last: int
+    over: int = -1
+    """The buffer whose memory it takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,7 @@ def _sweep(
     live = sum(size[s] for s in start)
     curve: list[int] = []
     held: list[Held] = []
+    written_over: dict[int, int] = {}
     steps = zip(kernels.nodes, kernels.reads, kernels.writes, strict=True)
     for number, (i, found, written) in enumerate(steps):
         for b in arriving.get(number, ()):
@@ -372,23 +375,29 @@ def _sweep(
             live += size[b]
         dying = [s for s in found if last[s] == number and s in first and s not in stay and s not in until]
         over = 0
+        taken: set[int] = set()
         for w in written:
             if w in first:
                 continue
             first[w] = number
             live += size[w]
-            if graph.fusible[i] and not graph.reduces[i] and any(size[s] == size[w] and first[s] >= 0 for s in dying):
-                over = size[w]
+            if graph.fusible[i] and not graph.reduces[i]:
+                for s in dying:
+                    if size[s] == size[w] and first[s] >= 0 and s not in taken:
+                        over = size[w]
+                        written_over[w] = s
+                        taken.add(s)
+                        break
         curve.append(live - over)
         for s in dying:
             live -= size[s]
-            held.append(Held(s, size[s], first.pop(s), number))
+            held.append(Held(s, size[s], first.pop(s), number, written_over.get(s, -1)))
         for w in written:
             if w not in last and w not in stay and w not in until:
                 live -= size[w]
-                held.append(Held(w, size[w], first.pop(w), number))
+                held.append(Held(w, size[w], first.pop(w), number, written_over.get(w, -1)))
         for b in leaving.get(number, ()):
             live -= size[b]
-            held.append(Held(b, size[b], first.pop(b), number))
-    held += [Held(s, size[s], begin, end) for s, begin in first.items()]
+            held.append(Held(b, size[b], first.pop(b), number, written_over.get(b, -1)))
+    held += [Held(s, size[s], begin, end, written_over.get(s, -1)) for s, begin in first.items()]
     return curve, held
