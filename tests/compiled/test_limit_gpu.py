@@ -58,16 +58,22 @@ def test_the_budget_of_a_compiled_step_is_a_wall(share: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
     total = torch.cuda.get_device_properties(0).total_memory
 
+    def loss(output: Tensor) -> Tensor:
+        return output.float().square().mean()
+
+    def managed(memory: int) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            outcore.within(model, (images,), memory=memory, loss=loss, optimizer=optimizer, compile=True, quiet=True)
+
     def step() -> Tensor:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             output: Tensor = model(images)
-        output.float().square().mean().backward()
+        loss(output).backward()
         optimizer.step()
         return output
 
-    with torch.autocast("cuda", torch.bfloat16):
-        outcore.within(model, (images,), memory=total // 2, optimizer=optimizer, compile=True, quiet=True)
+    managed(total // 2)
     plan = outcore.memory_plan(model)
     assert isinstance(plan, CompiledPlan) and plan.measured_bytes is not None
     budget = int(share * plan.measured_bytes)
@@ -76,8 +82,7 @@ def test_the_budget_of_a_compiled_step_is_a_wall(share: float) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(budget / total)
     try:
-        with torch.autocast("cuda", torch.bfloat16):
-            outcore.within(model, (images,), memory=budget, optimizer=optimizer, compile=True, quiet=True)
+        managed(budget)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -30,8 +30,9 @@ from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of
 from outcore.compiled.plan import CompiledPlan
 from outcore.compiled.reserved import Allocator
-from outcore.compiled.room import Room, library_bytes, room_of
+from outcore.compiled.room import Room, library_bytes, refusal, room_of
 from outcore.compiled.settings import CompileSettings
+from outcore.compiled.times.host_times import host_and_device_s
 from outcore.compiled.torch_partitioner import (
     CompilationError,
     Partitioner,
@@ -42,7 +43,6 @@ from outcore.compiled.torch_partitioner import (
 from outcore.compiled.trial_step import Tried, try_step, with_content
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph.structure import leaves, substitute
-from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.saved_tensors.live_forward import is_looked_at
@@ -106,7 +106,8 @@ class CompiledForward:
     @functools.cached_property
     def rates(self) -> Rates:
         """How fast the device computes and copies."""
-        return Rates.of(self.device, link=self.offloads)
+        found = Rates.of(self.device, link=self.offloads)
+        return replace(found, host_s=0.0) if self.as_graphs else found
 
     @functools.cached_property
     def allocator(self) -> Allocator | None:
@@ -237,7 +238,7 @@ class CompiledForward:
         room = self.room(args, kwargs)
         own, budget = room.own_bytes, self.settings.budget_bytes
         if budget is not None and own + room.update_bytes > budget:
-            raise _refusal(budget, own + room.update_bytes, "the weights with their gradients and the optimizer alone")
+            raise refusal(budget, own + room.update_bytes, "the weights with their gradients and the optimizer alone")
         if budget is not None and self.device.type == "cuda":
             grow_segments_from_now_on()
         key = self.key(args, kwargs)
@@ -298,7 +299,7 @@ class CompiledForward:
                 break
         if best is None:
             assert budget is not None
-            raise _refusal(budget, self._least(known, room), "the smallest step that was found")
+            raise refusal(budget, self._least(known, room), "the smallest step that was found")
         _, entry, self.plan = best
         if not self.plan.offloaded_bytes:  # what was only tried gives its room back
             self.reservation = entry.chooser.reservation = Reservation(self.device)
@@ -330,7 +331,7 @@ class CompiledForward:
             chosen = choose_all_reserved([p.frontier for p in known], left, self.allocator)
         if chosen is None:
             assert self.settings.budget_bytes is not None
-            raise _refusal(self.settings.budget_bytes, self._least(known, room), "the smallest step that was found")
+            raise refusal(self.settings.budget_bytes, self._least(known, room), "the smallest step that was found")
         return [replace(piece, chosen=point) for piece, point in zip(known, chosen, strict=True)]
 
     def _least(self, pieces: list[Piece], room: Room) -> int:
@@ -360,6 +361,14 @@ class CompiledForward:
         self.measured_s, self.skipped = tried.seconds, tried.skipped
         return tried
 
+    def _step_s(self, points: list[StepOfGraph]) -> float:
+        """What a step takes, with the optimizer's own."""
+        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        update_s = self.settings.optimizer.traffic_per_parameter * trained / self.rates.bytes_per_s
+        host_s, device_s = sum(p.host_s for p in points), sum(p.device_s for p in points)
+        more_s = host_and_device_s(host_s, device_s + update_s) - host_and_device_s(host_s, device_s)
+        return sum(p.seconds for p in points) + more_s
+
     def _plan(self, pieces: list[Piece], room: Room) -> CompiledPlan:
         own, update = room.own_bytes, room.update_bytes
         chosen, fastest = [p.chosen for p in pieces], [p.fastest for p in pieces]
@@ -372,8 +381,9 @@ class CompiledForward:
             measured_bytes=self.measured_bytes,
             measured_s=self.measured_s,
             corrected_bytes=self.corrected_bytes,
-            seconds=sum(p.seconds for p in chosen),
-            fastest_s=sum(p.seconds for p in fastest),
+            seconds=self._step_s(chosen),
+            fastest_s=self._step_s(fastest),
+            host_s=sum(p.host_s for p in chosen),
             pieces=len(pieces),
             saved_bytes=sum(p.saved_bytes for p in chosen),
             offloaded_bytes=sum(p.offloaded_bytes for p in chosen),
@@ -429,13 +439,3 @@ def _calling(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     return call
-
-
-def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
-    refused = PlanError(
-        f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
-        f'{format_bytes(least_bytes)}; give memory="{-(-least_bytes // 2**20)}MiB" or more, a smaller batch, or '
-        "leave compile=True away"
-    )
-    refused.least_bytes = least_bytes
-    return refused

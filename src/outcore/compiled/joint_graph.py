@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from outcore.compiled.offload_ops import is_dense
+from outcore.compiled.times.host_times import library_work, simple_operation_s
 from outcore.compiled.times.node_times import calibrated_seconds
 from outcore.compiled.torch_partitioner import Partition
 from outcore.cost.measured.in_network_ratio import STREAMED
@@ -52,6 +53,8 @@ class Rates:
     """The memory that values can leave for; none where they stay."""
     device: Device | None = None
     """Where operations may have calibrated times."""
+    host_s: float = 0.0
+    """What the host takes to issue a simple operation; nothing on a CPU, or where steps are CUDA graphs."""
 
     @classmethod
     def of(cls, device: torch.device, *, link: bool = False) -> Rates:
@@ -70,7 +73,8 @@ class Rates:
             tf32 = kind is torch.float32 and torch.backends.cuda.matmul.allow_tf32
             with contextlib.suppress(MachineError):
                 rates[kind] = _EFFICIENCY * here.rate("tf32" if tf32 else kind)
-        return cls(STREAMED * here.bandwidth_bytes_per_s, rates, here.launch_s, below, here)
+        host_s = simple_operation_s(device)
+        return cls(STREAMED * here.bandwidth_bytes_per_s, rates, here.launch_s, below, here, host_s)
 
 
 class JointGraph:
@@ -109,6 +113,8 @@ class JointGraph:
         self.calibrated = calibrated_seconds(library, rates.device) if rates.device is not None else {}
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
+        self.work = [0.0 if self.fusible[i] else library_work(n.target, n.args) for i, n in enumerate(self.nodes)]
+        """Of the host, to call them."""
         self.converted = frozenset(self._converted()) if partition.channels_last else frozenset()
         """Inputs of the graph, images and weights of convolutions, of which Inductor makes a copy with channels last
         when the forward begins, and hands that to the backward."""

@@ -15,9 +15,11 @@ from torch import nn
 
 from outcore.compiled.trial_step import distinct_bytes
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.errors import PlanError
 from outcore.graph.structure import leaves
+from outcore.machine.units import format_bytes
 
-__all__ = ["Room", "library_bytes", "room_of"]
+__all__ = ["Room", "library_bytes", "refusal", "room_of"]
 
 _MARGIN = {"cuda": 0.02}
 _WORKSPACE = {True: 32 * 2**20, False: 9 * 2**20}
@@ -96,3 +98,20 @@ def room_of(
         workspace_bytes=2 * library_bytes(device),
         margin=_MARGIN.get(device.type, 0.0),
     )
+
+
+def refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
+    """That a budget is too small, with one that would do.
+
+    Args:
+        budget_bytes: what was given.
+        least_bytes: what is needed.
+        what: needs it.
+    """
+    refused = PlanError(
+        f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
+        f'{format_bytes(least_bytes)}; give memory="{-(-least_bytes // 2**20)}MiB" or more, a smaller batch, or '
+        "leave compile=True away"
+    )
+    refused.least_bytes = least_bytes
+    return refused
