@@ -113,7 +113,7 @@ class JointGraph:
         self.calibrated = calibrated_seconds(library, rates.device) if rates.device is not None else {}
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
-        self.work = [0.0 if self.fusible[i] else library_work(n.target, n.args) for i, n in enumerate(self.nodes)]
+        self.work = [0.0 if self.fusible[i] else library_work(n.target) for i, n in enumerate(self.nodes)]
         """Of the host, to call them."""
         self.converted = frozenset(self._converted()) if partition.channels_last else frozenset()
         """Inputs of the graph, images and weights of convolutions, of which Inductor makes a copy with channels last
