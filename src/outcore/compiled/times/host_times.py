@@ -26,17 +26,17 @@ from outcore.machine.probe_cuda import measure_cuda_dispatch
 
 __all__ = ["BUFFER", "ENTER", "LAUNCH", "PARAMETER", "WAY", "host_and_device_s", "library_work", "simple_operation_s"]
 
-LAUNCH = 1.2
+LAUNCH = 2.0
 """A generated kernel."""
-BUFFER = 0.2
+BUFFER = 0.25
 """Memory that is taken, and given back."""
-PARAMETER = 1.0
+PARAMETER = 1.5
 """Of every parameter: guards, arguments of both graphs, its gradient, its part of the optimizer's step."""
-ENTER = 30.0
+ENTER = 60.0
 """Entering the compiled forward and backward: guards, wrappers, autograd's function, the thread of the backward."""
 WAY = 16.0
 """Of a value that leaves: four operations that are written in Python, with their events."""
-_LIBRARY = 1.0
+_LIBRARY = 1.1
 """A library's operation from Inductor's code, over the same in a module."""
 _NORM = 8
 _TRIES = 3
