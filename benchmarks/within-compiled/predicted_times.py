@@ -1,12 +1,14 @@
 """Predicted beside measured times of compiled steps, without a GPU: networks are traced as fake tensors.
 
     python benchmarks/within-compiled/predicted_times.py [--out FILE] [--processes 4] [--only resnet50,gpt]
+        [--sizes large,batch]
 
-What is measured are steps of torch.compile on an H200 that other benchmarks have stored, at its own activation memory
-budgets: of `benchmarks/within-frontier` (large images; SGD) and `benchmarks/frontier`. For each, the joint graph is cut
-as torch would cut it for that budget, and its time predicted from the catalogue and the shipped calibration alone, once
-as kernels that each read for themselves and once with the traffic that kernels share. Prints a line for each, with the
-saved bytes by type of number (what encodings could make smaller), and the median and largest errors.
+What is measured are steps of torch.compile on an H200 that were stored: of `benchmarks/within-frontier` (large images;
+SGD) and `benchmarks/frontier` at its own activation memory budgets, and of this benchmark at 1.0 (batches of small
+images, in which the host takes as long as the device). For each, the joint graph is cut as torch would cut it for that
+budget, and its time predicted from the catalogue and the shipped calibration alone, once as kernels that each read for
+themselves and once with the traffic that kernels share; with the host's part, and without. Prints a line for each, with
+the saved bytes by type of number (what encodings could make smaller), and the median and largest errors.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ class Measured:
     """Of torch.compile."""
     ms: float
     source: str
+    size: str = "large"
 
 
 def stored() -> list[Measured]:
-    """The rows of other benchmarks: large inputs, in which the interpreter is not what takes the time."""
-    found: dict[tuple[str, bool, float], Measured] = {}
+    """The rows that there are."""
+    found: dict[Any, Measured] = {}
     for path in sorted((RESULTS / "within-frontier" / "results").glob("*.json")):
         for row in json.loads(path.read_text()).get("rows", []):
             how = str(row.get("how", ""))
@@ -64,6 +67,12 @@ def stored() -> list[Measured]:
             elif row.get("size") == "large" and row.get("way") == "compile 1.0" and "ms" in row:
                 key = row["network"], row["precision"] == "bf16", 1.0
                 found[key] = Measured(*key, row["ms"], path.name)
+    for path in sorted((RESULTS / "within-compiled" / "results").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if row.get("way") == "compile 1.0" and "ms" in row:
+                key = row["network"], row["precision"] == "bf16", 1.0
+                found[key, row["size"]] = Measured(*key, row["ms"], path.name, row["size"])
     return list(found.values())
 
 
@@ -78,11 +87,11 @@ def rates_of(name: str) -> Any:
     device = find(name).device
     names = {torch.float32: "tf32", torch.bfloat16: "bf16"}
     flops = {kind: _EFFICIENCY * device.rate(rate) for kind, rate in names.items()}
-    return Rates(STREAMED * device.bandwidth_bytes_per_s, flops, device.launch_s, None, device)
+    return Rates(STREAMED * device.bandwidth_bytes_per_s, flops, device.launch_s, None, device, device.dispatch_s)
 
 
-def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, dict[str, Any]]:
-    """By torch.compile's budget, milliseconds and bytes of a step."""
+def predict(network: str, size: str, bf16: bool, budgets: Sequence[float]) -> dict[float, dict[str, Any]]:
+    """By torch.compile's budget, milliseconds and bytes of a step, with that of SGD with momentum."""
     import torch
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor import lowering  # noqa: F401  (its decompositions ask for it)
@@ -92,6 +101,7 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
     from benchmarks.frontier.networks import NETWORKS, Cast, loss_of, ordered
     from outcore.compiled.joint_graph import JointGraph
     from outcore.compiled.lifetimes import step_of
+    from outcore.compiled.times.host_times import host_and_device_s
     from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner
 
     warnings.simplefilter("ignore")
@@ -110,7 +120,11 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
             graph.elements = list(range(len(graph.nodes)))  # no two kernels have the same size: none is shared
             alone = step_of(graph, saved)
             graph.elements = elements
-            found[budget] = {"ms": 1e3 * step.seconds, "not shared": 1e3 * alone.seconds, "library": library}
+            update_s = 5 * sum(p.nbytes for p in model.parameters()) / rates.bytes_per_s
+            device_s = step.device_s + update_s
+            found[budget] = {"ms": 1e3 * host_and_device_s(step.host_s, device_s), "library": library}
+            found[budget] |= {"not shared": 1e3 * host_and_device_s(alone.host_s, alone.device_s + update_s)}
+            found[budget] |= {"host": 1e3 * step.host_s, "without the host": 1e3 * device_s}
             kinds: dict[str, int] = {}
             for number in {graph.source[i] for i in step.saved}:
                 value = graph.nodes[number].meta.get("val")
@@ -128,12 +142,12 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
 
             patches.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: True, create=True))
         torch.manual_seed(0)
-        model = Cast(described.build("large"), bf16).train()
+        model = Cast(described.build(size), bf16).train()
         last = described.has_layouts
         for parameter in model.parameters():
             if parameter.dim() in (4, 5):
                 parameter.data = ordered(parameter.data, last)
-        args, kwargs = described.batch("large", "cpu", last)
+        args, kwargs = described.batch(size, "cpu", last)
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         run = aot_function(
             lambda tensors, args, kwargs: torch.func.functional_call(model, tensors, args, kwargs),
@@ -146,15 +160,17 @@ def predict(network: str, bf16: bool, budgets: Sequence[float]) -> dict[float, d
     return found
 
 
-def one(network: str, bf16: bool, rows: Sequence[Measured]) -> list[dict[str, Any]]:
+def one(network: str, size: str, bf16: bool, rows: Sequence[Measured]) -> list[dict[str, Any]]:
     """Predictions of one network beside its rows."""
     begin = time.perf_counter()
     try:
-        found = predict(network, bf16, [row.budget for row in rows])
+        found = predict(network, size, bf16, [row.budget for row in rows])
     except Exception as error:  # what failed is a result too
-        return [{"network": network, "bf16": bf16, "error": f"{type(error).__name__}: {str(error)[:300]}"}]
+        return [
+            {"network": network, "size": size, "bf16": bf16, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        ]
     taken = round(time.perf_counter() - begin, 1)
-    facts = {"network": network, "bf16": bf16, "took_s": taken}
+    facts = {"network": network, "size": size, "bf16": bf16, "took_s": taken}
     return [
         facts | {"budget": row.budget, "measured_ms": row.ms, "source": row.source} | found[row.budget] for row in rows
     ]
@@ -166,15 +182,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--only", default="")
+    parser.add_argument("--sizes", default="large,batch")
     given = parser.parse_args()
-    cases: dict[tuple[str, bool], list[Measured]] = {}
+    cases: dict[tuple[str, str, bool], list[Measured]] = {}
     for row in stored():
-        if not given.only or row.network in given.only.split(","):
-            cases.setdefault((row.network, row.bf16), []).append(row)
+        if row.size in given.sizes.split(",") and (not given.only or row.network in given.only.split(",")):
+            cases.setdefault((row.network, row.size, row.bf16), []).append(row)
     context = multiprocessing.get_context("spawn")
     found: list[dict[str, Any]] = []
     with concurrent.futures.ProcessPoolExecutor(given.processes, mp_context=context) as pool:
-        waiting = [pool.submit(one, network, bf16, rows) for (network, bf16), rows in cases.items()]
+        waiting = [pool.submit(one, *case, rows) for case, rows in cases.items()]
         for future in concurrent.futures.as_completed(waiting):
             for row in future.result():
                 found.append(row)
@@ -182,7 +199,7 @@ def main() -> None:
                 if given.out is not None:
                     with given.out.open("a") as file:
                         file.write(json.dumps(row) + "\n")
-    for name in ("ms", "not shared"):
+    for name in ("ms", "not shared", "without the host"):
         errors = [abs(row[name] / row["measured_ms"] - 1) for row in found if name in row]
         if errors:
             print(

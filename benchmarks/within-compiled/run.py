@@ -114,22 +114,32 @@ def ways() -> list[Row]:
 
 def measured(case: Case, way: str, channels_last: bool, budget: int | None, settings: Settings, pipe: Any) -> None:
     """What a process does. Compiled steps are the same from the second on, and need no long warming up; the link to the
-    host is measured while nobody else has the device."""
+    host, and how fast that is, are measured while nobody else has the device."""
     from outcore.compiled import joint_graph
 
     row._prepare(settings.device)
     turn = Turn.by(pipe, row._settle)
-    tier_below = joint_graph.tier_below
+    found: dict[str, Any] = {}
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        turn.take()
-        try:
-            return tier_below(*args, **kwargs)
-        finally:
-            turn.give()
+    def alone(name: str) -> Any:
+        measure = getattr(joint_graph, name)
 
-    with patch.object(row, "_STEADY", 3), patch.object(joint_graph, "tier_below", alone):
-        pipe.send(row.measure(case, way, channels_last, budget, settings, turn))
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            turn.take()
+            try:
+                found[name] = measure(*args, **kwargs)
+                return found[name]
+            finally:
+                turn.give()
+
+        return patch.object(joint_graph, name, measured)
+
+    with patch.object(row, "_STEADY", 3), alone("tier_below"), alone("simple_operation_s"):
+        rows = row.measure(case, way, channels_last, budget, settings, turn)
+    from torch._inductor import metrics
+
+    rows |= {name: value for name, value in found.items() if isinstance(value, float)}
+    pipe.send(rows | {"generated_kernels": metrics.generated_kernel_count})
 
 
 class CompiledTable(Table):

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map
 
 from outcore.compiled.compiled_forward import CompiledForward, CompileSettings
 from outcore.compiled.joint_graph import JointGraph
-from outcore.compiled.lifetimes import step_of
+from outcore.compiled.lifetimes import StepOfGraph, step_of
 from outcore.compiled.pieces import Piece, PieceChooser, choice_of
+from outcore.compiled.reserved import Allocator, step_events
 from outcore.compiled.search import Frontier
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned
 from outcore.cost.optimizer_cost import OptimizerCost
@@ -57,8 +58,25 @@ class Chooser(PieceChooser):
         early = draw.choice((0.0, 1.0, 5.0, 1e6))
         step = step_of(graph, [i for i in drawn if not graph.given[i]], offloaded=away, early=early)
         self.sent += len(step.ways)
+        assert living_peak(step) == step.peak_bytes
         self.pieces.append(Piece(Frontier([step]), step, ()))
         return choice_of(graph, step)
+
+
+def living_peak(step: StepOfGraph) -> int:
+    """The most bytes that live when the buffers of a step come and go as the allocator is told; nothing comes twice,
+    goes twice or stays."""
+    alive: dict[int, int] = {}
+    most = 0
+    for name, size in step_events([step], Allocator()):
+        if size:
+            assert name not in alive
+            alive[name] = size
+        else:
+            del alive[name]
+        most = max(most, sum(alive.values()))
+    assert not alive
+    return most
 
 
 def planned(model: nn.Module, place: float, *, seed: int | None = None, kernels: bool = False) -> CompiledForward:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from outcore.compiled.node_times import calibrated_seconds, operation_of
+from outcore.compiled.times.node_times import calibrated_seconds, operation_of
 from outcore.machine.catalogue import find
 
 aten = torch.ops.aten

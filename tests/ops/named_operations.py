@@ -24,7 +24,7 @@ RULES = (
     "cost/predicted/describe.py",
     "cost/predicted/memory_traffic.py",
     "memory/saved_tensors/layer_functions.py",
-    "compiled/node_times.py",
+    "compiled/times/node_times.py",
     "scan/study/sparsity.py",
     "scan/study/jacobians.py",
 )

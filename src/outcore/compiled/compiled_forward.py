@@ -3,8 +3,8 @@
 A model is compiled for each way of calling it: shapes, types, mode, autocast, and whether gradients are wanted. When it
 comes under its plan, steps are taken with the user's own batch, as for plans that are not compiled
 (`outcore.memory.saved_tensors.trial_steps`), and the model is put back as it was. If a step takes more than the
-budget, the difference is left free and the model compiled again, at most twice; if it still does not fit, or no choice
-is within the budget, that is refused with the smallest that would do. What cannot be compiled at all raises
+budget, the difference is left free and the model compiled again, at most three times; if it still does not fit, or no
+choice is within the budget, that is refused with the smallest that would do. What cannot be compiled at all raises
 `CompilationError`, and the caller goes on without.
 
 Inductor's cache of compiled kernels works as ever. AOTAutograd's cache, which would skip the partitioner and so the
@@ -22,14 +22,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.allocator.process_limit import has_limit
 from outcore.compiled.discard import discard, recorded_functions
-from outcore.compiled.head_apart import HeadApart
 from outcore.compiled.joint_graph import Rates
-from outcore.compiled.lifetimes import Way
+from outcore.compiled.lifetimes import StepOfGraph, Way
 from outcore.compiled.offload_ops import Reservation
-from outcore.compiled.pieces import Piece, PieceChooser, choose_together, peak_of
+from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of
 from outcore.compiled.plan import CompiledPlan
-from outcore.compiled.room import Room, room_of
+from outcore.compiled.reserved import Allocator
+from outcore.compiled.room import Room, library_bytes, refusal, room_of
+from outcore.compiled.settings import CompileSettings
+from outcore.compiled.times.host_times import host_and_device_s
 from outcore.compiled.torch_partitioner import (
     CompilationError,
     Partitioner,
@@ -37,46 +40,26 @@ from outcore.compiled.torch_partitioner import (
     compiling,
     without_autograd_cache,
 )
-from outcore.compiled.trial_step import try_step, with_content
-from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.compiled.trial_step import Tried, try_step, with_content
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph.structure import leaves, substitute
-from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.saved_tensors.live_forward import is_looked_at
 
 __all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
 
-_COMPILATIONS = 3
+_COMPILATIONS = 4
 _AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False, "allow_buffer_reuse": False}
 """Inductor's options where values leave the device: copies stay where they were planned to be; values are laid out as
 the traced graph has them, which is how the backward expects them back; and memory is given back between a buffer and
 the next one of its size, so that what comes back finds it."""
+_GRANULE = 20 * 2**20
+"""Segments grow by this: what is left free, at most a hundredth of the budget, for steps that were not tried."""
+_HOLES = 0.2
+"""Of what a step took too much, how much more to leave: holes between buffers do not shrink with the plan."""
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be compiled in its place."""
-
-
-@dataclass(frozen=True)
-class CompileSettings:
-    """What was asked for."""
-
-    budget_bytes: int | None
-    optimizer: OptimizerCost
-    loss: Callable[[Any], torch.Tensor] | None = None
-    loss_bytes: int = 0
-    plain_bytes: int = 0
-    """What plain training takes, by prediction."""
-    kernels: bool = True
-    """Inductor's; else the graphs run operation by operation."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """Of Inductor."""
-    head: HeadApart | None = None
-    """The last layer, where it runs apart."""
-    offload: bool = True
-    """Whether values may leave the device for the backward."""
-    graphs: bool = False
-    """Whether both graphs are recorded as CUDA graphs; then no value leaves the device."""
 
 
 @dataclass
@@ -123,7 +106,18 @@ class CompiledForward:
     @functools.cached_property
     def rates(self) -> Rates:
         """How fast the device computes and copies."""
-        return Rates.of(self.device, link=self.offloads)
+        found = Rates.of(self.device, link=self.offloads)
+        return replace(found, host_s=0.0) if self.as_graphs else found
+
+    @functools.cached_property
+    def allocator(self) -> Allocator | None:
+        """Of a GPU, where reserved memory counts."""
+        if self.device.type != "cuda":
+            return None
+        copies = round(self.settings.optimizer.state_per_parameter)
+        state = tuple(p.nbytes for p in self.model.parameters() if p.requires_grad for _ in range(copies))
+        workspaces = (library_bytes(self.device),) * 2
+        return Allocator(workspaces, state, self.settings.loss_bytes, limited=has_limit(self.device))
 
     @functools.cached_property
     def inner(self) -> Callable[..., Any]:
@@ -210,7 +204,7 @@ class CompiledForward:
         """
         head = self.settings.head
         beside = self.settings.loss_bytes if head is None else head.held_bytes
-        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation, copies)
+        chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation, copies, self.allocator)
         options = dict(self.settings.options) | ({"triton.cudagraphs": True} if self.as_graphs else {})
         options |= _AS_PLANNED if copies else {}
         partitioner = Partitioner(chooser)
@@ -244,13 +238,15 @@ class CompiledForward:
         room = self.room(args, kwargs)
         own, budget = room.own_bytes, self.settings.budget_bytes
         if budget is not None and own + room.update_bytes > budget:
-            raise _refusal(budget, own + room.update_bytes, "the weights with their gradients and the optimizer alone")
+            raise refusal(budget, own + room.update_bytes, "the weights with their gradients and the optimizer alone")
         if budget is not None and self.device.type == "cuda":
             grow_segments_from_now_on()
         key = self.key(args, kwargs)
         known: list[Piece] = []
+        asked: list[Any] = []
         best: tuple[float, _Entry, CompiledPlan] | None = None
         undecided = None if self.rates.link is not None else False
+        spare = min(_GRANULE, (budget or 0) // 100) if self.device.type == "cuda" else 0
         for _ in range(_COMPILATIONS):
             left = self.budget(room)
             try:
@@ -259,23 +255,28 @@ class CompiledForward:
                 if best is None:
                     raise
                 break
+            if known and best is None and [_kept(p) for p in known] == asked:
+                break  # it was seen not to fit
             copies = any(p.chosen.ways for p in known) if known else undecided
             entry = self.entry(left, known, copies=copies)
             start = time.perf_counter()
             try:
-                taken = self._try(entry, args, kwargs)
+                tried = self._try(entry, args, kwargs)
             except CompilationError:
                 if not entry.chooser.needs_copies:
                     raise
                 entry = self.entry(left, known, copies=True)
-                taken = self._try(entry, args, kwargs)
+                tried = self._try(entry, args, kwargs)
             self.compile_s += time.perf_counter() - start
             pieces = entry.chooser.pieces
             entry.chooser.restart()
             if not pieces:
                 self.discard(entry)
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
-            asked, known = [_kept(p) for p in known], pieces
+            chosen_before, known = [_kept(p) for p in known], pieces
+            asked = [_kept(p) for p in known]
+            taken = tried.taken_bytes
+            needed = tried.needed_bytes + spare
             self.measured_bytes = None if taken is None else own + taken
             plan = self._plan(known, room)
             step_s = self.measured_s if self.measured_s is not None else plan.seconds
@@ -283,21 +284,22 @@ class CompiledForward:
                 best = step_s, entry, plan
                 break
             worse: _Entry | None = entry
-            if taken is not None and own + taken <= budget and (best is None or step_s < best[0]):
+            if taken is not None and own + needed <= budget and (best is None or step_s < best[0]):
                 worse, best = best[1] if best is not None else None, (step_s, entry, plan)
             if worse is not None:
                 self.discard(worse)
             if best is not None and self.as_graphs:
                 break  # what is recorded later in the same memory would make it larger for good
-            expected = peak_of([p.chosen for p in known]) + room.fixed_bytes
-            missed = taken - expected if taken is not None else int(0.1 * budget)
+            expected = self._reserved([p.chosen for p in known]) + room.fixed_bytes
+            missed = needed - expected if taken is not None else int(0.1 * budget)
             if best is None:
-                self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed)
-            elif not self._worthwhile(known, asked, missed, room):
+                over = max(0, own + needed - budget)
+                self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed + int(_HOLES * over))
+            elif not self._worthwhile(known, chosen_before, missed, room):
                 break
         if best is None:
             assert budget is not None
-            raise _refusal(budget, self._least(known, room), "the smallest step that was found")
+            raise refusal(budget, self._least(known, room), "the smallest step that was found")
         _, entry, self.plan = best
         if not self.plan.offloaded_bytes:  # what was only tried gives its room back
             self.reservation = entry.chooser.reservation = Reservation(self.device)
@@ -324,27 +326,32 @@ class CompiledForward:
             return []
         chosen, left = None, self.budget(room)
         if self.device.type != "cuda":  # whose rates are too rough to say which is faster: a copy, or making it again
-            chosen = choose_together([p.frontier.without_copies() for p in known], left)
+            chosen = choose_all_reserved([p.frontier.without_copies() for p in known], left, self.allocator)
         if chosen is None:
-            chosen = choose_together([p.frontier for p in known], left)
+            chosen = choose_all_reserved([p.frontier for p in known], left, self.allocator)
         if chosen is None:
             assert self.settings.budget_bytes is not None
-            raise _refusal(self.settings.budget_bytes, self._least(known, room), "the smallest step that was found")
+            raise refusal(self.settings.budget_bytes, self._least(known, room), "the smallest step that was found")
         return [replace(piece, chosen=point) for piece, point in zip(known, chosen, strict=True)]
 
     def _least(self, pieces: list[Piece], room: Room) -> int:
         """The smallest budget that would do, with what predictions were seen to miss."""
-        return room.least(peak_of([p.frontier.least for p in pieces]), self.corrected_bytes)
+        return room.least(self._reserved([p.frontier.least for p in pieces]), self.corrected_bytes)
 
-    def _try(self, entry: _Entry, args: Any, kwargs: Any) -> int | None:
-        """What a step takes beside what is there throughout; none if it does not fit on the device at all."""
+    def _reserved(self, points: list[StepOfGraph]) -> int:
+        """What is reserved for the values of a step."""
+        return peak_of(points) + (0 if self.allocator is None else self.allocator.overhead(points))
+
+    def _try(self, entry: _Entry, args: Any, kwargs: Any) -> Tried:
+        """What steps take."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self._run(entry, args, kwargs)
 
         before = recorded_functions(self.device)
         try:
-            tried = try_step(self.model, run, args, kwargs, self.settings.loss, self.device, graphs=self.as_graphs)
+            loss, optimizer = self.settings.loss, self.settings.optimizer
+            tried = try_step(self.model, run, args, kwargs, loss, self.device, optimizer, graphs=self.as_graphs)
             entry.recorded |= recorded_functions(self.device) - before
         except OutcoreError:
             entry.recorded |= recorded_functions(self.device) - before
@@ -352,22 +359,31 @@ class CompiledForward:
             raise
         entry.ready = True
         self.measured_s, self.skipped = tried.seconds, tried.skipped
-        return tried.taken_bytes
+        return tried
+
+    def _step_s(self, points: list[StepOfGraph]) -> float:
+        """What a step takes, with the optimizer's own."""
+        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        update_s = self.settings.optimizer.traffic_per_parameter * trained / self.rates.bytes_per_s
+        host_s, device_s = sum(p.host_s for p in points), sum(p.device_s for p in points)
+        more_s = host_and_device_s(host_s, device_s + update_s) - host_and_device_s(host_s, device_s)
+        return sum(p.seconds for p in points) + more_s
 
     def _plan(self, pieces: list[Piece], room: Room) -> CompiledPlan:
         own, update = room.own_bytes, room.update_bytes
         chosen, fastest = [p.chosen for p in pieces], [p.fastest for p in pieces]
         return CompiledPlan(
             budget_bytes=self.settings.budget_bytes,
-            peak_bytes=own + max(peak_of(chosen) + room.fixed_bytes + self.corrected_bytes, update),
-            fastest_bytes=own + max(peak_of(fastest) + room.workspace_bytes, update),
+            peak_bytes=own + max(self._reserved(chosen) + room.fixed_bytes + self.corrected_bytes, update),
+            fastest_bytes=own + max(self._reserved(fastest) + room.workspace_bytes, update),
             plain_bytes=self.settings.plain_bytes,
-            least_bytes=own + max(peak_of([p.frontier.least for p in pieces]) + room.fixed_bytes, update),
+            least_bytes=own + max(self._reserved([p.frontier.least for p in pieces]) + room.fixed_bytes, update),
             measured_bytes=self.measured_bytes,
             measured_s=self.measured_s,
             corrected_bytes=self.corrected_bytes,
-            seconds=sum(p.seconds for p in chosen),
-            fastest_s=sum(p.seconds for p in fastest),
+            seconds=self._step_s(chosen),
+            fastest_s=self._step_s(fastest),
+            host_s=sum(p.host_s for p in chosen),
             pieces=len(pieces),
             saved_bytes=sum(p.saved_bytes for p in chosen),
             offloaded_bytes=sum(p.offloaded_bytes for p in chosen),
@@ -423,13 +439,3 @@ def _calling(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     return call
-
-
-def _refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
-    refused = PlanError(
-        f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
-        f'{format_bytes(least_bytes)}; give memory="{-(-least_bytes // 2**20)}MiB" or more, a smaller batch, or '
-        "leave compile=True away"
-    )
-    refused.least_bytes = least_bytes
-    return refused

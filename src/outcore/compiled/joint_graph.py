@@ -4,7 +4,8 @@ A *value* is a node of the joint graph, a *buffer* the memory of one or several 
 they view, and the parts of an operation with several results have one each. An operation that Inductor can fuse has no
 buffer of its own unless somebody needs it in memory; which ones do depends on what is saved, and is found for every
 choice anew (`outcore.compiled.lifetimes`). An operation of a library takes what it was calibrated to take on the device
-(`outcore.compiled.node_times`), else its arithmetic or its traffic, whichever is longer; a fused kernel its traffic.
+(`outcore.compiled.times.node_times`), else its arithmetic or its traffic, whichever is longer; a fused kernel its
+traffic.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from outcore.compiled.node_times import calibrated_seconds
 from outcore.compiled.offload_ops import is_dense
+from outcore.compiled.times.host_times import library_work, simple_operation_s
+from outcore.compiled.times.node_times import calibrated_seconds
 from outcore.compiled.torch_partitioner import Partition
 from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
@@ -51,6 +53,8 @@ class Rates:
     """The memory that values can leave for; none where they stay."""
     device: Device | None = None
     """Where operations may have calibrated times."""
+    host_s: float = 0.0
+    """What the host takes to issue a simple operation; nothing on a CPU, or where steps are CUDA graphs."""
 
     @classmethod
     def of(cls, device: torch.device, *, link: bool = False) -> Rates:
@@ -69,7 +73,8 @@ class Rates:
             tf32 = kind is torch.float32 and torch.backends.cuda.matmul.allow_tf32
             with contextlib.suppress(MachineError):
                 rates[kind] = _EFFICIENCY * here.rate("tf32" if tf32 else kind)
-        return cls(STREAMED * here.bandwidth_bytes_per_s, rates, here.launch_s, below, here)
+        host_s = simple_operation_s(device)
+        return cls(STREAMED * here.bandwidth_bytes_per_s, rates, here.launch_s, below, here, host_s)
 
 
 class JointGraph:
@@ -108,6 +113,8 @@ class JointGraph:
         self.calibrated = calibrated_seconds(library, rates.device) if rates.device is not None else {}
         self.seconds = [self._seconds(i) for i in range(count)]
         """Arithmetic of operations that are not fused."""
+        self.work = [0.0 if self.fusible[i] else library_work(n.target) for i, n in enumerate(self.nodes)]
+        """Of the host, to call them."""
         self.converted = frozenset(self._converted()) if partition.channels_last else frozenset()
         """Inputs of the graph, images and weights of convolutions, of which Inductor makes a copy with channels last
         when the forward begins, and hands that to the backward."""

@@ -12,7 +12,7 @@ writes and given back after its last reader; a fused kernel writes over what it 
     order ──┘             backward: saved values go with their last reader, gradients of parameters stay
 
 A saved value can leave the device instead: its memory is free after the copy out, and taken again when the copy back
-begins (`outcore.compiled.copy_times`).
+begins (`outcore.compiled.times.copy_times`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from outcore.compiled.copy_times import EARLY, copies_back, copies_out
-from outcore.compiled.fused_times import kernel_seconds
 from outcore.compiled.joint_graph import JointGraph
+from outcore.compiled.times.copy_times import EARLY, copies_back, copies_out
+from outcore.compiled.times.fused_times import kernel_times
+from outcore.compiled.times.host_times import ENTER, PARAMETER, WAY, host_and_device_s
 
 __all__ = ["Held", "Moment", "StepOfGraph", "Way", "step_of"]
 
@@ -42,6 +43,8 @@ class Held:
     bytes: int
     first: int
     last: int
+    over: int = -1
+    """The buffer whose memory it takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,10 @@ class StepOfGraph:
     offloaded: frozenset[int] = frozenset()
     """Their buffers."""
     offloaded_bytes: int = 0
+    host_s: float = 0.0
+    """What the host takes to launch all of it."""
+    device_s: float = 0.0
+    """What its kernels take."""
 
 
 @dataclass(slots=True)
@@ -101,6 +108,8 @@ class _Kernels:
     reads: list[tuple[int, ...]]
     writes: list[tuple[int, ...]]
     seconds: list[float]
+    work: float
+    """Of the host, in simple operations."""
 
 
 def step_of(
@@ -130,7 +139,15 @@ def step_of(
     backward = _kernels(graph, order, {source[i] for i in graph.gradients})
     gradients = {source[i] for i in graph.gradients}
     moving = _moving(graph, needed, offloaded - results - gradients) if offloaded else {}
-    free_after, fetch_before, waited = _copies(graph, forward, backward, moving, early)
+    unit_s = graph.rates.host_s
+    host_s = unit_s * (ENTER + PARAMETER * len(graph.gradients) + forward.work + backward.work)
+    device_s = sum(forward.seconds) + sum(backward.seconds)
+    slower = max(1.0, host_s / device_s) if device_s else 1.0
+    free_after, fetch_before, waited = _copies(graph, forward, backward, moving, early, slower)
+    # What is copied is read and written beside the kernels, in the same memory.
+    rates = graph.rates
+    device_s += sum(2 * size[b] / rates.bytes_per_s + _CALLS * rates.launch_s for b in fetch_before)
+    host_s += unit_s * WAY * len(fetch_before)
     converted: frozenset[int] = graph.converted if not moving else frozenset()
     stay = (results | held | (converted & inputs)) - moving.keys()
     curve, intervals = _sweep(graph, forward, set(converted), stay, until=free_after)
@@ -150,7 +167,7 @@ def step_of(
     return StepOfGraph(
         saved=frozenset(needed),
         peak_bytes=peak_bytes,
-        seconds=sum(forward.seconds) + sum(backward.seconds) + waited,
+        seconds=host_and_device_s(host_s, device_s) + waited,
         peak=peak,
         saved_bytes=sum(size[b] for b in held),
         again=frozenset(again),
@@ -168,6 +185,8 @@ def step_of(
         ),
         offloaded=frozenset(fetch_before),
         offloaded_bytes=sum(size[b] for b in fetch_before),
+        host_s=host_s,
+        device_s=device_s,
     )
 
 
@@ -193,10 +212,11 @@ def _moving(graph: JointGraph, needed: set[int], offloaded: frozenset[int]) -> d
 
 
 def _copies(
-    graph: JointGraph, forward: _Kernels, backward: _Kernels, moving: dict[int, int], early: float
+    graph: JointGraph, forward: _Kernels, backward: _Kernels, moving: dict[int, int], early: float, slower: float
 ) -> tuple[dict[int, int], dict[int, int], float]:
     """By buffer the kernel after which its memory is free and the one before which it is taken again; and what is
-    waited. A buffer that no kernel of the backward reads is left out of both."""
+    waited, where the host makes kernels so many times slower. A buffer that no kernel of the backward reads is left out
+    of both."""
     link = graph.rates.link
     if not moving or link is None:
         moving.clear()
@@ -212,12 +232,14 @@ def _copies(
         del moving[b]
     size = graph.bytes
     out = copies_out(
-        forward.seconds, {b: made[b] for b in first}, last, {b: size[b] / link.out_bytes_per_s for b in first}
+        [slower * t for t in forward.seconds],
+        {b: made[b] for b in first},
+        last,
+        {b: size[b] / link.out_bytes_per_s for b in first},
     )
-    back = copies_back(backward.seconds, first, {b: size[b] / link.in_bytes_per_s for b in first}, early)
-    # What is copied is read and written beside the kernels, in the same memory.
-    beside = sum(2 * size[b] / graph.rates.bytes_per_s + _CALLS * graph.rates.launch_s for b in first)
-    return out.free_after, back.fetch_before, out.wait_s + back.wait_s + beside
+    copy_s = {b: size[b] / link.in_bytes_per_s for b in first}
+    back = copies_back([slower * t for t in backward.seconds], first, copy_s, early)
+    return out.free_after, back.fetch_before, out.wait_s + back.wait_s
 
 
 def _needed(graph: JointGraph, saved: set[int]) -> tuple[set[int], set[int], set[int]]:
@@ -329,7 +351,8 @@ def _kernels(graph: JointGraph, order: list[int], leaving: set[int]) -> _Kernels
         nodes.append(i)
         kernel_reads.append(tuple(found))
         writes.append(parts or (i,))
-    return _Kernels(nodes, kernel_reads, writes, kernel_seconds(graph, nodes, kernel_reads, writes))
+    seconds, work = kernel_times(graph, nodes, kernel_reads, writes)
+    return _Kernels(nodes, kernel_reads, writes, seconds, sum(work))
 
 
 def _sweep(
@@ -365,6 +388,7 @@ def _sweep(
     live = sum(size[s] for s in start)
     curve: list[int] = []
     held: list[Held] = []
+    written_over: dict[int, int] = {}
     steps = zip(kernels.nodes, kernels.reads, kernels.writes, strict=True)
     for number, (i, found, written) in enumerate(steps):
         for b in arriving.get(number, ()):
@@ -372,23 +396,29 @@ def _sweep(
             live += size[b]
         dying = [s for s in found if last[s] == number and s in first and s not in stay and s not in until]
         over = 0
+        taken: set[int] = set()
         for w in written:
             if w in first:
                 continue
             first[w] = number
             live += size[w]
-            if graph.fusible[i] and not graph.reduces[i] and any(size[s] == size[w] and first[s] >= 0 for s in dying):
-                over = size[w]
+            if graph.fusible[i] and not graph.reduces[i]:
+                for s in dying:
+                    if size[s] == size[w] and first[s] >= 0 and s not in taken:
+                        over = size[w]
+                        written_over[w] = s
+                        taken.add(s)
+                        break
         curve.append(live - over)
         for s in dying:
             live -= size[s]
-            held.append(Held(s, size[s], first.pop(s), number))
+            held.append(Held(s, size[s], first.pop(s), number, written_over.get(s, -1)))
         for w in written:
             if w not in last and w not in stay and w not in until:
                 live -= size[w]
-                held.append(Held(w, size[w], first.pop(w), number))
+                held.append(Held(w, size[w], first.pop(w), number, written_over.get(w, -1)))
         for b in leaving.get(number, ()):
             live -= size[b]
-            held.append(Held(b, size[b], first.pop(b), number))
-    held += [Held(s, size[s], begin, end) for s, begin in first.items()]
+            held.append(Held(b, size[b], first.pop(b), number, written_over.get(b, -1)))
+    held += [Held(s, size[s], begin, end, written_over.get(s, -1)) for s, begin in first.items()]
     return curve, held

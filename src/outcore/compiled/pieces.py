@@ -18,11 +18,12 @@ from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import StepOfGraph
 from outcore.compiled.offload_graphs import Copies
 from outcore.compiled.offload_ops import Reservation
+from outcore.compiled.reserved import Allocator, choose_reserved
 from outcore.compiled.search import Frontier, search
 from outcore.compiled.torch_partitioner import Choice, Partition
 from outcore.errors import OutcoreError
 
-__all__ = ["Piece", "PieceChooser", "choice_of", "choose_together", "peak_of"]
+__all__ = ["Piece", "PieceChooser", "choice_of", "choose_all_reserved", "choose_together", "peak_of"]
 
 _COUNTABLE = 4096
 _BLOCK = 512
@@ -91,6 +92,15 @@ def choose_together(frontiers: Sequence[Frontier], budget_bytes: int | None) -> 
     return points()
 
 
+def choose_all_reserved(
+    frontiers: Sequence[Frontier], budget_bytes: int | None, allocator: Allocator | None
+) -> list[StepOfGraph] | None:
+    """The same, with what an allocator reserves beyond their peak."""
+    if budget_bytes is None or allocator is None:
+        return choose_together(frontiers, budget_bytes)
+    return choose_reserved(lambda room: choose_together(frontiers, room), peak_of, allocator.overhead, budget_bytes)
+
+
 def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGraph] | None:
     """The fastest of all choices that are within a budget, where they can be counted; else the smallest, if it is."""
     choices: Iterable[tuple[StepOfGraph, ...]] = itertools.product(*(f.points for f in frontiers))
@@ -123,8 +133,11 @@ class PieceChooser:
         loss_bytes: int = 0,
         reservation: Reservation | None = None,
         copies: bool | None = True,
+        allocator: Allocator | None = None,
     ) -> None:
         self.budget_bytes, self.rates, self.loss_bytes = budget_bytes, rates, loss_bytes
+        self.allocator = allocator
+        """Of a device where reserved memory counts."""
         self.copies, self.needs_copies = copies, False
         """Whether values may leave the device; none for only if nothing else is within the budget."""
         self.ends = True
@@ -160,10 +173,19 @@ class PieceChooser:
             return (frontier if self.copies else frontier.without_copies()).points[0]
         room = self.budget_bytes - sum(piece.chosen.forward_bytes for piece in self.pieces)
         here = frontier if self.copies else frontier.without_copies()
-        chosen = here.within(room)
-        if chosen is None and self.copies is None and (away := frontier.within(room)) is not None:
+        chosen = self._within(here, room)
+        if chosen is None and self.copies is None and (away := self._within(frontier, room)) is not None:
             self.needs_copies = True
             if self.ends:
                 raise OutcoreError("only steps in which values leave the device are within the budget")
             return away
         return chosen or here.least
+
+    def _within(self, frontier: Frontier, room: int) -> StepOfGraph | None:
+        """The fastest step of a frontier for which there is room, beside the pieces before."""
+        if (allocator := self.allocator) is None:
+            return frontier.within(room)
+        before = [piece.chosen for piece in self.pieces]
+        return choose_reserved(
+            frontier.within, lambda step: step.peak_bytes, lambda step: allocator.overhead([*before, step]), room
+        )

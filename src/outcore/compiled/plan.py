@@ -30,8 +30,9 @@ class CompiledPlan:
     corrected_bytes: int
     """What steps were seen to take beyond the prediction, and is left free."""
     seconds: float
-    """Predicted for forward and backward."""
+    """Predicted for a step: the longer of what host and device take, with the optimizer."""
     fastest_s: float
+    """The same for what torch.compile chooses by itself."""
     pieces: int
     """Compiled pieces of the model: one, unless Python could not be traced somewhere."""
     saved_bytes: int
@@ -45,6 +46,8 @@ class CompiledPlan:
     """Rows of a chunk, where the last layer and its loss run apart in chunks."""
     graphs: bool = False
     """Whether forward and backward are CUDA graphs."""
+    host_s: float = 0.0
+    """Predicted for the host alone, to launch a step; nothing on a CPU."""
 
     exactness = "reassociated"
 
@@ -73,6 +76,11 @@ class CompiledPlan:
         if self.chunk_rows is not None:
             lines.append(
                 f"  the last layer and its loss are not compiled: they run in chunks of {self.chunk_rows} rows"
+            )
+        if self.host_s > 0.8 * self.seconds:
+            lines.append(
+                f"  launching a step takes the host {1e3 * self.host_s:.1f} ms, as long as the device or longer: "
+                "graphs=True, or a larger batch, would use the device better"
             )
         if self.graphs:
             lines.append("  forward and backward are CUDA graphs; their memory stays reserved between steps")

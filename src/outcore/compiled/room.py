@@ -15,9 +15,11 @@ from torch import nn
 
 from outcore.compiled.trial_step import distinct_bytes
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.errors import PlanError
 from outcore.graph.structure import leaves
+from outcore.machine.units import format_bytes
 
-__all__ = ["Room", "room_of"]
+__all__ = ["Room", "library_bytes", "refusal", "room_of"]
 
 _MARGIN = {"cuda": 0.02}
 _WORKSPACE = {True: 32 * 2**20, False: 9 * 2**20}
@@ -65,6 +67,13 @@ class Room:
         return max(smallest + self.fixed_bytes, int(smallest / (1 - self.margin)) + 1)
 
 
+def library_bytes(device: torch.device) -> int:
+    """What a thread's matrix products keep for themselves on a device."""
+    if device.type != "cuda":
+        return 0
+    return _WORKSPACE[torch.cuda.get_device_capability(device) >= (9, 0)]
+
+
 def room_of(
     model: nn.Module, args: Any, kwargs: Any, optimizer: OptimizerCost, device: torch.device, *, graphs: bool
 ) -> Room:
@@ -82,13 +91,27 @@ def room_of(
     gradients = sum(sizes.values())
     weights = distinct_bytes([*model.parameters(), *model.buffers()])
     given = distinct_bytes([t for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == device.type])
-    workspace = 0
-    if device.type == "cuda":
-        workspace = 2 * _WORKSPACE[torch.cuda.get_device_capability(device) >= (9, 0)]
     return Room(
         own_bytes=weights + given + optimizer.state_bytes(sizes),
         update_bytes=gradients + optimizer.workspace_bytes(sizes),
         copied_bytes=given + gradients if graphs else 0,
-        workspace_bytes=workspace,
+        workspace_bytes=2 * library_bytes(device),
         margin=_MARGIN.get(device.type, 0.0),
     )
+
+
+def refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
+    """That a budget is too small, with one that would do.
+
+    Args:
+        budget_bytes: what was given.
+        least_bytes: what is needed.
+        what: needs it.
+    """
+    refused = PlanError(
+        f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
+        f'{format_bytes(least_bytes)}; give memory="{-(-least_bytes // 2**20)}MiB" or more, a smaller batch, or '
+        "leave compile=True away"
+    )
+    refused.least_bytes = least_bytes
+    return refused

@@ -22,9 +22,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from outcore.compiled.copy_times import EARLY
 from outcore.compiled.joint_graph import JointGraph
 from outcore.compiled.lifetimes import StepOfGraph, step_of
+from outcore.compiled.times.copy_times import EARLY
 
 __all__ = ["Frontier", "search"]
 

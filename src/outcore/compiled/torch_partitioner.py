@@ -361,6 +361,6 @@ _HASH: list[str] = []
 def _source_hash() -> str:
     """A name for this version of the planner, by which torch's caches tell its results from others."""
     if not _HASH:
-        sources = sorted(Path(__file__).parent.glob("*.py"))
+        sources = sorted(Path(__file__).parent.rglob("*.py"))
         _HASH.append(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest())
     return _HASH[0]

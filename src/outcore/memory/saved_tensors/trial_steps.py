@@ -31,15 +31,15 @@ import contextlib
 import sys
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.allocator.process_limit import LimitTrace, has_limit
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
@@ -51,7 +51,7 @@ from outcore.memory.saved_tensors.plan_cache import known_overhead, remember_ove
 from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 
-__all__ = ["run_trial_steps"]
+__all__ = ["run_trial_steps", "take_steps", "trouble_of"]
 
 _STEP = 0.05
 """Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
@@ -235,14 +235,14 @@ def _reserved(
     others = max(0, torch.cuda.memory_allocated(device) - own)
     budget = managed_forward.settings.budget_bytes or 0
     torch.cuda.reset_peak_memory_stats(device)
-    trouble, trace = _trouble(device), LimitTrace(device)
+    trouble, trace = trouble_of(device), LimitTrace(device)
     try:
         with trace.recorded() if limited else contextlib.nullcontext():
-            _take_steps(managed_forward, args, kwargs, loss, parameters)
+            take_steps(managed_forward, args, kwargs, loss, parameters, managed_forward.settings.optimizer, device)
         torch.cuda.synchronize(device)
         taken: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
         taken += min(_GRANULE, int(_STEP * budget) // 5)
-        return taken if _trouble(device) == trouble else max(taken, int((1 + _STEP) * budget))
+        return taken if trouble_of(device) == trouble else max(taken, int((1 + _STEP) * budget))
     except torch.OutOfMemoryError:
         return int((1 + _STEP) * budget)
     finally:
@@ -253,15 +253,16 @@ def _reserved(
         give_back()
 
 
-def _take_steps(
-    managed_forward: ManagedForward,
+def take_steps(
+    run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
-    parameters: list[nn.Parameter],
+    parameters: Sequence[torch.Tensor],
+    optimizer: OptimizerCost,
+    device: torch.device,
 ) -> None:
-    """Steps of all kinds, with memory where an optimizer takes it."""
-    device, optimizer = managed_forward.device, managed_forward.settings.optimizer
+    """Steps of all kinds of a model's forward, with memory where an optimizer takes it."""
     state: list[torch.Tensor] = []
     output = value = None
     for kind in _STEPS:
@@ -270,7 +271,7 @@ def _take_steps(
             if kind == "start":
                 state.clear()
             give_back(collect=False)
-        output = managed_forward(*args, **kwargs)
+        output = run(*args, **kwargs)
         torch.clear_autocast_cache()
         value = loss(output) if loss is not None else _total(output)
         with torch.autocast(device.type, enabled=False):
@@ -285,7 +286,7 @@ def _take_steps(
             output = value = None
 
 
-def _trouble(device: torch.device) -> int:
+def trouble_of(device: torch.device) -> int:
     """How often the allocator had to look again for room, or found none."""
     counted = torch.cuda.memory_stats(device)
     return int(counted.get("num_alloc_retries", 0)) + int(counted.get("num_ooms", 0))

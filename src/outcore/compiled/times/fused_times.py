@@ -8,6 +8,9 @@ the last dimensions, as in layer norms and softmax, is complete within its row, 
 in the same kernel.
 
 The operations of libraries take what is known of them, or their traffic if that takes longer.
+
+Beside the device's time there is the host's work (`outcore.compiled.times.host_times`): one launch for all operations
+of a kernel, a call for each of a library, and memory for everything that is written.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outcore.compiled.joint_graph import JointGraph
+from outcore.compiled.times.host_times import BUFFER, LAUNCH
 
-__all__ = ["kernel_seconds"]
+__all__ = ["kernel_times"]
 
 _LARGEST = 64
 """Operations in one kernel (Inductor's `max_fusion_size`)."""
@@ -36,10 +40,11 @@ class _Group:
     """Buffers that it writes and that may be read in it."""
 
 
-def kernel_seconds(
+def kernel_times(
     graph: JointGraph, nodes: Sequence[int], reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]
-) -> list[float]:
-    """The seconds of every kernel of a graph; of one that is part of another, what it adds to that.
+) -> tuple[list[float], list[float]]:
+    """The seconds of every kernel of a graph, and the host's work for it; of one that is part of another, what it adds
+    to that.
 
     Args:
         graph: the joint graph.
@@ -51,12 +56,14 @@ def kernel_seconds(
     made: dict[int, int] = {}
     latest: dict[int, _Group] = {}
     seconds: list[float] = []
+    work: list[float] = []
     for number, (i, found, written) in enumerate(zip(nodes, reads, writes, strict=True)):
         for w in written:
             made[w] = number
         if not fusible[i]:
             traffic = sum(size[s] for s in found) + sum(size[s] for s in written)
             seconds.append(max(graph.seconds[i], traffic / rates.bytes_per_s) + rates.launch_s)
+            work.append(graph.work[i])
             continue
         group, shared = None, 0
         for s in found:
@@ -68,15 +75,18 @@ def kernel_seconds(
                 if here > shared:
                     group, shared = there, here
         more = sum(size[s] for s in found) - shared + sum(size[s] for s in written)
+        memory = BUFFER * len(written)
         if group is None:
             group = _Group(number, elements[i])
             seconds.append(more / rates.bytes_per_s + rates.launch_s)
+            work.append(LAUNCH + memory)
         else:
             group.count += 1
             seconds.append(more / rates.bytes_per_s)
+            work.append(memory)
         group.touched.update(found, written)
         if not graph.reduces[i] or graph.by_rows[i]:
             group.complete.update(written)
         for s in (*found, *written):
             latest[s] = group
-    return seconds
+    return seconds, work

@@ -1,0 +1,1 @@
+"""How long kernels, library calls, copies and the host take in a compiled step."""
