@@ -14,8 +14,8 @@ Rows come in the order of what they tell: for every network of the first size in
 plain training, torch.compile at its smallest budget, ours at torch.compile's peak, and ours at half of its smallest:
 five rows each; then the same for the other sizes and precisions; then the other budgets. Channels are last wherever
 there are any, and gradients are not compared here (`benchmarks/within-exactness` and the tests do). A turn takes
-`--seconds` and ends; rows that are there are not measured again in the next one. `--table` prints the rows of files: for
-each peak of torch.compile ours at that peak, and how far predictions were off.
+`--seconds` and ends; rows that are there are not measured again in the next one. `--table` prints the rows of files:
+for each peak of torch.compile ours at that peak, and how far predictions were off.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def read(paths: Iterable[Path]) -> dict[str, Rows]:
 def table(cases: Mapping[str, Rows]) -> str:
     """Rows as Markdown."""
     lines = [
-        "| case | at | torch.compile GiB, ms | ours GiB, ms | of its time | predicted ms | allocator searched, refused |",
+        "| case | at | torch.compile GiB, ms | ours GiB, ms | of its time | predicted ms | searched, refused |",
         "|---|---|---|---|---|---|---|",
     ]
     ratios, errors = [], []
