@@ -3,7 +3,7 @@
     python benchmarks/within-compiled/run.py --out DIR [--networks resnet50,gpt] [--sizes batch,large]
         [--precisions bf16,tf32] [--seconds 470] [--limit 300] [--processes 14] [--resume FILE ...]
     python benchmarks/within-compiled/run.py --device cpu --tiny --out DIR
-    python benchmarks/within-compiled/run.py --table DIR/rows.jsonl
+    python benchmarks/within-compiled/run.py --table DIR/rows.jsonl [...]
 
 Networks, peers and processes are those of `benchmarks/frontier`: each row is a process of its own, rows compile side
 by side on the processor, with one cache of kernels for all, and are timed one at a time while all others stand still.
@@ -14,7 +14,7 @@ Rows come in the order of what they tell: for every network of the first size in
 plain training, torch.compile at its smallest budget, ours at torch.compile's peak, and ours at half of its smallest:
 five rows each; then the same for the other sizes and precisions; then the other budgets. Channels are last wherever
 there are any, and gradients are not compared here (`benchmarks/within-exactness` and the tests do). A turn takes
-`--seconds` and ends; rows that are there are not measured again in the next one. `--table` prints the rows of a file:
+`--seconds` and ends; rows that are there are not measured again in the next one. `--table` prints the rows of files:
 for each peak of torch.compile ours at that peak, and how far predictions were off.
 """
 
@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,16 +164,22 @@ class CompiledTable(Table):
         return replace(asked, target=measured, args=(*asked.args[:-1], settings))
 
 
-def table(path: Path) -> str:
-    """The rows of a file as Markdown."""
+def read(paths: Iterable[Path]) -> dict[str, Rows]:
+    """The rows of files by case; later ones stand for those before."""
     cases: dict[str, Rows] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if "case" in row:
-            cases.setdefault(row["case"], {})[row["way"]] = row
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if "case" in row:
+                cases.setdefault(row["case"], {})[row["way"]] = row
+    return cases
+
+
+def table(cases: Mapping[str, Rows]) -> str:
+    """Rows as Markdown."""
     lines = [
-        "| case | at | torch.compile GiB, ms | ours GiB, ms | of its time | predicted ms |",
-        "|---|---|---|---|---|---|",
+        "| case | at | torch.compile GiB, ms | ours GiB, ms | of its time | predicted ms | searched, refused |",
+        "|---|---|---|---|---|---|---|",
     ]
     ratios, errors = [], []
     for case, rows in cases.items():
@@ -182,9 +188,8 @@ def table(path: Path) -> str:
                 continue
             below = " of compile" in name
             theirs = rows.get("compile 0.1" if below else name.removeprefix("ours ").replace("at ", ""), {})
-            lines.append(
-                f"| {case} | {name[13:]} | {_cell(theirs)} | {_cell(ours)} | {_ratio(ours, theirs)} | {_ms(ours)} |"
-            )
+            cells = (name[13:], _cell(theirs), _cell(ours), _ratio(ours, theirs), _ms(ours), _trouble(ours))
+            lines.append(f"| {case} | {' | '.join(cells)} |")
             if "ms" in ours and "ms" in theirs and not below:
                 ratios.append(ours["ms"] / theirs["ms"])
             if "ms" in ours and ours.get("predicted_s"):
@@ -212,11 +217,15 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{1e3 * row['predicted_s']:.1f}" if row.get("predicted_s") else ""
 
 
+def _trouble(row: dict[str, Any]) -> str:
+    return f"{row['retries']}, {row['refused']}" if "retries" in row else ""
+
+
 def main() -> None:
     """Run one turn, or print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--table", nargs="+", type=Path)
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--sizes", default="batch,large")
     parser.add_argument("--precisions", default="bf16,tf32")
@@ -229,7 +238,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny networks, on any device: shows that it runs")
     given = parser.parse_args()
     if given.table is not None:
-        print(table(given.table))
+        print(table(read(given.table)))
         return
     if given.out is None:
         parser.error("give --out DIR, or --table FILE")
@@ -242,7 +251,7 @@ def main() -> None:
     there = sum(len(found) for found in rows.rows.values())
     print(f"{there} of {len(ways()) * len(rows.cases)} rows are there", flush=True)
     run_all(rows.next, processes=given.processes, limit_s=given.limit, until=until, preload=PRELOAD)
-    print(table(rows.path))
+    print(table({case.label: found for case, found in rows.rows.items()}))
 
 
 if __name__ == "__main__":

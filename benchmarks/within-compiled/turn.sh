@@ -3,12 +3,12 @@
 #   sh benchmarks/within-compiled/turn.sh OUT [SECONDS]
 # With the default it takes at most 375 s.
 out=$1
-seconds=${2:-310}
+seconds=${2:-295}
 here=benchmarks/within-compiled
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$out"
 for share in 1.0 0.7; do
-    timeout 60 python -m pytest tests/compiled/test_limit_gpu.py -m gpu -k "wall and $share" -s -p no:cacheprovider \
+    timeout 75 python -m pytest tests/compiled/test_limit_gpu.py -m gpu -k "wall and $share" -s -p no:cacheprovider \
         >"$out/limit-$share.log" 2>&1 &
 done
 wait

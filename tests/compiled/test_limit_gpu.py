@@ -22,7 +22,7 @@ pytestmark = [
 class Skips(nn.Module):
     """Down and up again with connections between, whose values are of many sizes and are held for long."""
 
-    def __init__(self, width: int = 32, depth: int = 3) -> None:
+    def __init__(self, width: int = 32, depth: int = 2) -> None:
         super().__init__()
         sizes = [width * 2**k for k in range(depth)]
         self.first = nn.Conv2d(3, width, 3, padding=1)

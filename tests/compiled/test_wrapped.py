@@ -58,7 +58,7 @@ def refused() -> str:
 def _compiled(model: nn.Module, kernels: bool) -> None:
     example = torch.randn(ROWS[0], 24, dtype=torch.float64)
     if kernels:
-        outcore.within(model, (example,), memory="80%", compile=True, optimizer=0.0, quiet=True)
+        outcore.within(model, (example,), memory="85%", compile=True, optimizer=0.0, quiet=True)
     else:
         install_compiled_forward(model, (example,), {}, CompileSettings(None, OptimizerCost.of(0.0), kernels=False))
     assert isinstance(outcore.memory_plan(model), CompiledPlan)
