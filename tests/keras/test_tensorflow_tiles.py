@@ -13,6 +13,7 @@ import outcore.keras
 from outcore.errors import ModelError
 from tests.keras.oracle import error, keras, scrambled, tf
 from tests.keras.test_convert import unet
+from tests.keras.test_tensorflow_plan import cut
 
 L = keras.layers
 
@@ -86,6 +87,36 @@ def test_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: An
 @pytest.mark.parametrize(("build", "shape", "tile"), CASES)
 def test_traced_tiles_have_the_outputs_and_gradients_of_the_whole(build: Any, shape: Any, tile: Any) -> None:
     compare(build, shape, tile)
+
+
+def test_an_eager_tape_keeps_nothing_of_tiles_and_of_recomputed_segments() -> None:
+    """Between forward and backward there are the outputs, and for segments what goes from one to the next."""
+    given = keras.Input((None, None, 4))
+    x = given
+    for _ in range(6):
+        x = L.Conv2D(4, 3, padding="same", activation="tanh")(x)
+    model, image = keras.Model(given, x), tf.constant(np.random.default_rng(0).random((1, 128, 128, 4)))
+    held = []
+    tf.config.run_functions_eagerly(True)
+    try:
+        for change in (
+            lambda: None,
+            lambda: outcore.keras.stream(model, tile=64),
+            lambda: cut(model, [3]),
+        ):
+            change()
+            before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+            with tf.GradientTape() as tape:
+                out = model(image, training=True)
+            held.append(
+                (tf.config.experimental.get_memory_info("CPU:0")["current"] - before)
+                // (image.shape.num_elements() * 8)
+            )
+            del tape, out
+    finally:
+        tf.config.run_functions_eagerly(False)
+    plain, streamed, segments = held
+    assert plain >= 6 and streamed <= 2 and segments <= 3, held
 
 
 def test_what_depends_on_all_pixels_is_refused() -> None:
