@@ -1,9 +1,10 @@
-"""Peaks of ``model.fit`` under a budget, on Keras' torch backend: predicted, measured, and the budget.
+"""Peaks of ``model.fit`` under a budget, on Keras' torch or TensorFlow backend: predicted, measured, and the budget.
 
-    python benchmarks/keras-fit/measure.py --out results [--jobs 8] [--seconds 400] [model ...]
+    python benchmarks/keras-fit/measure.py --out results [--backend torch] [--jobs 8] [--seconds 400] [model ...]
+    python benchmarks/keras-fit/measure.py --table results/rows.jsonl
 
-Each model runs in a process of its own (`tests.keras.fitted_memory`), several at a time. Rows are appended to
-``rows.jsonl`` as they come, and ``table.md`` is made from them.
+Each model runs in a process of its own (`tests.keras.fitted_memory`, `tests.keras.measured_memory`), several at a time.
+Rows are appended to ``rows.jsonl`` as they come, and ``table.md`` is made from them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ MODELS = (
 )
 
 
-def rows_of(model: str, until: float) -> list[dict[str, Any]]:
+PROGRAMS = {"torch": "tests.keras.fitted_memory", "tensorflow": "tests.keras.measured_memory"}
+
+
+def rows_of(model: str, backend: str, until: float) -> list[dict[str, Any]]:
     """The rows of a model, and what went wrong in its process."""
-    environment = {**os.environ, "KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.keras.fitted_memory", model]
+    command = [sys.executable, "-m", PROGRAMS[backend], model]
     left = max(1.0, until - time.monotonic())
     try:
         shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=left)
@@ -37,7 +41,8 @@ def rows_of(model: str, until: float) -> list[dict[str, Any]]:
     except subprocess.TimeoutExpired as late:
         out, error, code = (late.stdout or b"").decode(), "ended: no time left", 1
     found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return found + ([{"model": model, "failed": error[-1500:]}] if code else [])
+    found += [{"model": model, "failed": error[-1500:]}] if code else []
+    return [{"backend": backend, **row} for row in found]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -60,15 +65,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=MODELS.split())
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--backend", choices=PROGRAMS, default="torch")
+    parser.add_argument("--table", type=Path, help="print the table of rows that are there, and measure nothing")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600)
     chosen = parser.parse_args()
+    if chosen.table is not None:
+        print(table([json.loads(line) for line in chosen.table.read_text().splitlines()]))
+        return
     chosen.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + chosen.seconds
     every: list[dict[str, Any]] = []
     with ThreadPoolExecutor(chosen.jobs) as pool, (chosen.out / "rows.jsonl").open("a") as file:
-        for found in pool.map(lambda model: rows_of(model, until), chosen.models):
+        for found in pool.map(lambda model: rows_of(model, chosen.backend, until), chosen.models):
             every += found
             file.write("".join(json.dumps(row) + "\n" for row in found))
             file.flush()

@@ -3,7 +3,7 @@
     python -m tests.keras.measured_memory [name ...]
 
 Measured is what TensorFlow's allocator has in use at the peak of the second step (`get_memory_info`), with weights and
-inputs, less the goals and what the process held before.
+inputs and targets, less what the process held before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[Any, int]] = {
 
 
 def batch_of(model: Any, size: int) -> tuple[Any, Any]:
-    """Random inputs and goals; open sides have 128 pixels, of volumes 32."""
+    """Random inputs and targets; open sides have 128 pixels, of volumes 32."""
     side = 32 if len(model.input_shape) == 5 else 128
     random = np.random.default_rng(0)
 
@@ -94,7 +94,7 @@ def rows(name: str) -> Any:
             yield {"model": name, "budget": budget, "refused": str(error)}
             continue
         plan = outcore.memory_plan(model)
-        found = measured(model, x, y) - before - int(tf.size(y)) * 4
+        found = measured(model, x, y) - before
         outcore.release(model)
         yield {
             "model": name,

@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import device_of, leaves
 from outcore.job import Job
+from outcore.keras.twin import with_channels_first
 from outcore.machine.units import counted
 from outcore.train.run_folder.trained import TrainedNetwork
 from outcore.train.settings.config import DataConfig
@@ -128,6 +129,6 @@ def load_network(
     model = Job.load(job, inputs=shapes, arguments=given).build()
     if trained is not None:
         trained.load_into(model)
-    model = model.to(device or torch.device("cpu")).eval()
+    model = with_channels_first(model.to(device or torch.device("cpu")).eval())
     names = tuple(classes) or (trained.classes if trained is not None else ())
     return InferNetwork(model if key is None else KeyedOutput(model, key).eval(), seen, names, key, bool(classes))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import random
 import re
 import sys
@@ -36,11 +37,14 @@ def settle_triton(source: str = "keras") -> None:
     Args:
         source: Python text that is about to run; nothing is loaded for one that speaks of neither.
     """
+    named = re.search(r"\b(keras|tensorflow)\b", source) is not None
+    if named:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors, not what the processor can do
     if "triton" in sys.modules:
         return
     if "tensorflow" in sys.modules:
         sys.modules["triton"] = None  # type: ignore[assignment]  # importing it is an ImportError from now on
-    elif re.search(r"\b(keras|tensorflow)\b", source) and importlib.util.find_spec("tensorflow") is not None:
+    elif named and importlib.util.find_spec("tensorflow") is not None:
         with contextlib.suppress(ImportError):
             importlib.import_module("triton")
 

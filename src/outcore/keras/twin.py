@@ -21,7 +21,7 @@ from torch import nn
 from outcore.errors import ModelError
 from outcore.keras.carried import Carried
 
-__all__ = ["Constant", "Slot", "Step", "Twin"]
+__all__ = ["Constant", "Slot", "Step", "Twin", "with_channels_first"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class Twin(nn.Module):
     """Every weight, in Keras and here."""
     config: str | None = None
     """The Keras model's configuration as JSON, where it has one."""
+    channels_first = False
+    """Whether images come and go as (batch, channels, pixels...), as torch and files of slides have them."""
 
     def __init__(self, inputs: dict[str, tuple[int, str]], single: bool) -> None:
         super().__init__()
@@ -127,7 +129,8 @@ class Twin(nn.Module):
             del args
             for number in step.drop:
                 del values[number]
-        return substitute(self.result, value)
+        made = substitute(self.result, value)
+        return substitute(made, lambda x: _channels(x, -1, 1)) if self.channels_first else made
 
     def _arrived(self, given: tuple[Any, ...], named: dict[str, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """The inputs by their numbers."""
@@ -145,7 +148,19 @@ class Twin(nn.Module):
             wanted = getattr(torch, dtype)
             if wanted.is_floating_point and not tensor.is_floating_point():
                 tensor = tensor.to(self._float_dtype(wanted))
-            yield number, tensor
+            yield number, _channels(tensor, 1, -1) if self.channels_first else tensor
 
     def _float_dtype(self, otherwise: torch.dtype) -> torch.dtype:
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), otherwise)
+
+
+def with_channels_first(model: nn.Module) -> nn.Module:
+    """A twin that takes and gives images with channels first from now on; everything else as it is."""
+    if isinstance(model, Twin):
+        model.channels_first = True
+    return model
+
+
+def _channels(x: Any, source: int, to: int) -> Any:
+    """An image or volume with its channels moved; what has no two dimensions of pixels is left alone."""
+    return x.movedim(source, to) if isinstance(x, torch.Tensor) and x.ndim > 3 else x

@@ -14,6 +14,7 @@ A node is one of four kinds:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,6 +29,7 @@ from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
 from outcore.stream.call import NotStreamable, Reduction, RegionRule, StreamCall, rule
+from outcore.stream.pixel_dims import pixel_dims
 from outcore.stream.rules.normalise import Norm
 
 __all__ = ["RegionNetwork", "RegionNode"]
@@ -64,9 +66,9 @@ class RegionNode:
 
 
 class RegionNetwork:
-    """All nodes of a recording, in order."""
+    """All nodes of a recording, in order; images are (batch, channels, pixels...), or as `layouts` finds them to be."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, layouts: bool = False) -> None:
         module, recording = graph._running()
         self.graph, self.model, self.recording = graph, module.model, recording
         self.axes: dict[str, Axes] = {}
@@ -77,9 +79,10 @@ class RegionNetwork:
         """Modes that the model itself puts some calls under."""
         self.rank = max((len(graph.values[name].shape) - 2 for name in graph.inputs), default=0)
         """The number of pixel dimensions."""
+        pixels = pixel_dims(graph, recording.steps, self._operation) if layouts else {}
         for name in graph.inputs:
             value = graph.values[name]
-            self._know(name, value.shape, _dtype(value.dtype), _pixels(value.shape, self.rank))
+            self._know(name, value.shape, _dtype(value.dtype), _pixels(value.shape, self.rank, pixels.get(name)))
         order = {name: i for i, name in enumerate(graph.calls)}
         for step in recording.steps:
             if step.kind == "guard":
@@ -96,6 +99,10 @@ class RegionNetwork:
     def is_streamed(self, value: str) -> bool:
         """Whether tiles run along some dimension of it."""
         return any(a is not None for a in self.axes[value])
+
+    def pixels(self, value: str) -> int:
+        """How many pixels it has."""
+        return math.prod(n for n, a in zip(self.shapes[value], self.axes[value], strict=True) if a is not None)
 
     def block_of(self, value: str) -> str:
         """The block that makes a value."""
@@ -181,6 +188,10 @@ class RegionNetwork:
             RegionNode(call.output, call.name, "local", norm.operands, call.shape, call.dtype, rule=norm.apply),
         ]
 
+    def _operation(self, step: Step) -> str:
+        """The class of torch.nn, or the name of the function."""
+        return _type(attrgetter(step.target)(self.model)) if step.kind == "module" else function_name(step.target)
+
     def _call(self, step: Step, index: int, output: str) -> StreamCall:
         module = attrgetter(step.target)(self.model) if step.kind == "module" else None
         value = self.graph.values[output]
@@ -191,7 +202,7 @@ class RegionNetwork:
             differ = next((d for d, n in enumerate(value.shape) if d < len(source) and source[d] != n), 0)
         return StreamCall(
             name=step.name,
-            type=_type(module) if module is not None else function_name(step.target),
+            type=self._operation(step),
             path=step.target if module is not None else "",
             module=module,
             target=step.target,
@@ -260,6 +271,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _pixels(shape: tuple[int, ...], rank: int) -> Axes:
-    """The axes of (batch, channels, pixels...), counted so that the last dimension is the last axis."""
-    return tuple(d - len(shape) + rank if d >= 2 else None for d in range(len(shape)))
+def _pixels(shape: tuple[int, ...], rank: int, dims: tuple[int, ...] | None = None) -> Axes:
+    """The axes of the pixels, which are all dimensions after the second if it is not said, counted so that the last is
+    the last axis."""
+    pixels = range(2, len(shape)) if dims is None else dims
+    return tuple(pixels.index(d) - len(pixels) + rank if d in pixels else None for d in range(len(shape)))

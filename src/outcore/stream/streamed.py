@@ -13,7 +13,6 @@ them, up to the order of sums (grade ``reassociated``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -233,7 +232,7 @@ class Streamed(nn.Module):
                 on_host=how.on_host,
             )
             return self._with_rest(prepared, how.rest)
-        pixels = max((math.prod(network.shapes[name][2:]) for name in network.inputs), default=1)
+        pixels = max((network.pixels(name) for name in network.inputs), default=1)
         mode = StreamMode(True, dense, self.options.workers)
         made = [p for one_pass, p in reversed(self.plans) if one_pass == dense]
         exact = [p for p in made if p.step is not None and p.step.is_for(graph, mode)]

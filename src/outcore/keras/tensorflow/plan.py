@@ -10,6 +10,8 @@ function. So the search is over segments:
    again.
 3. The cheapest is traced, and its peak read off TensorFlow's graph of it (`graph_memory`). If that is above the budget,
    the estimate was too low by so much, and the next is tried with this known.
+4. One that fits is run twice on zeros (`trial`), which counts the scratch memory of kernels and the order of threads. A
+   peak above the budget is taken as one that was read off too low.
 
 What no plan can lower is refused with the smallest peak that was found.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.keras.tensorflow.calls import Calls
 from outcore.keras.tensorflow.segments import Segment
@@ -150,6 +152,7 @@ def choose(
     budget_bytes: int | None,
     standing_bytes: int,
     traced_peak: Callable[[tuple[Segment, ...]], int],
+    run_peak: Callable[[tuple[Segment, ...]], int | None],
 ) -> tuple[Choice | None, Choice]:
     """The cheapest segments that fit, or none; and those with the smallest peak that was found.
 
@@ -157,15 +160,20 @@ def choose(
         calls: of the model.
         facts: of its plain step.
         budget_bytes: none for whatever it takes.
-        standing_bytes: what is there throughout: variables, inputs.
+        standing_bytes: what is there throughout: variables, inputs, targets.
         traced_peak: the peak of a step by segments, from its graph.
+        run_peak: the same, from running it; none where it is not known.
     """
     plain = Choice((Segment(0, len(calls.calls)),), 0.0, facts.memory.peak_bytes)
-    if budget_bytes is None or plain.peak_bytes <= budget_bytes:
+    if budget_bytes is None:
         return plain, plain
-    budget_bytes = int(_MARGIN * budget_bytes)
+    if plain.peak_bytes <= budget_bytes:
+        plain = replace(plain, peak_bytes=max(plain.peak_bytes, run_peak(plain.segments) or 0))
+        if plain.peak_bytes <= budget_bytes:
+            return plain, plain
+    allowed_bytes = int(_MARGIN * budget_bytes)
     estimate = _Estimate(calls, facts)
-    aim, smallest, tried = float(budget_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
+    aim, smallest, tried = float(allowed_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
     for _ in range(_TRIES):
         found = sorted(_candidates(estimate, aim), key=lambda c: (c[1] > aim, c[0] if c[1] <= aim else c[1]))
         fresh = [c for c in found if c[2] not in tried]
@@ -173,10 +181,13 @@ def choose(
             break
         work, guess, segments = fresh[0]
         peak = traced_peak(segments)
+        fits = peak <= allowed_bytes
+        if fits:
+            peak = max(peak, run_peak(segments) or 0)
         tried[segments] = peak
         if peak < smallest.peak_bytes:
             smallest = Choice(segments, work, peak)
-        if peak <= budget_bytes:
+        if fits and peak <= budget_bytes:
             return Choice(segments, work, peak), smallest
-        aim = min(aim, guess) * max(0.5, min(0.95, (budget_bytes - standing_bytes) / (peak - standing_bytes)))
+        aim = min(aim, guess) * max(0.5, min(0.95, (allowed_bytes - standing_bytes) / (peak - standing_bytes)))
     return None, smallest

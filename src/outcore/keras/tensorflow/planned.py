@@ -13,17 +13,19 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.errors import ModelError, OutcoreError, PlanError
+from outcore.keras.fit_loss import FitLoss
 from outcore.keras.installed import require_keras
 from outcore.keras.tensorflow.calls import Calls, list_calls, traced_functional
+from outcore.keras.tensorflow.graph_memory import graph_memory
 from outcore.keras.tensorflow.micro_batches import accumulating_step, check_splittable, normalizes_batches
 from outcore.keras.tensorflow.plan import Choice, choose
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
-from outcore.keras.tensorflow.traced import step_facts, trace_planned
-from outcore.keras.twin import leaves
+from outcore.keras.tensorflow.traced import StepFacts, run_peak, step_facts, trace_planned
+from outcore.keras.twin import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
 
 __all__ = ["TensorFlowPlan", "memory_plan", "release", "within", "within_options"]
@@ -43,7 +45,8 @@ class TensorFlowPlan:
     variable_bytes: int
     """Weights and the optimizer's state."""
     peak_bytes: int
-    """Predicted: bytes in use of TensorFlow's allocator at the peak of a step, with weights and optimizer in it."""
+    """Bytes in use of TensorFlow's allocator at the peak of a step, with weights, optimizer and targets in it: read off
+    its graph, or under a budget what two runs on zeros took, if that was more."""
     plain_bytes: int
     budget_bytes: int | None
 
@@ -103,11 +106,14 @@ def within(
         if tried > 1:  # the part that is cut out, and the sums of gradients
             standing += [*(_bytes(spec) for spec in part), *(_size(v) for v in model.trainable_variables)]
         facts = step_facts(keras, model, part, calls, standing)
+        targets = _target_bytes(keras, model, calls, facts)
+        facts = replace(facts, memory=replace(facts.memory, peak_bytes=facts.memory.peak_bytes + tried * targets))
+        standing.append(tried * targets)
         plain = plain or facts.memory.peak_bytes
         if share is not None:
             budget, share = int(share * plain), None
         tracing = _Tracing(keras, model, functional, calls, part, standing)
-        chosen, smallest = choose(calls, facts, budget, sum(standing), tracing.peak)
+        chosen, smallest = choose(calls, facts, budget, sum(standing), tracing.peak, tracing.run)
         least = min(least or smallest.budget_bytes, smallest.budget_bytes)
         if chosen is not None:
             plan = _plan(calls, chosen, tried, sum(variables), plain, budget)
@@ -157,10 +163,34 @@ class _Tracing:
     ) -> None:
         self.keras, self.model, self.functional = keras, model, functional
         self.calls, self.specs, self.standing = calls, specs, standing
+        self.last: tuple[tuple[Segment, ...], Any] = (), None
+
+    def function(self, segments: tuple[Segment, ...]) -> Any:
+        """A step by segments; the last one is kept."""
+        if self.last[0] != segments:
+            planned = SegmentedCall(self.keras, self.functional, self.calls, segments, self.model)
+            self.last = segments, trace_planned(self.keras, self.model, self.specs, planned)
+        return self.last[1]
 
     def peak(self, segments: tuple[Segment, ...]) -> int:
-        planned = SegmentedCall(self.keras, self.functional, self.calls, segments, self.model)
-        return trace_planned(self.keras, self.model, self.specs, planned, self.standing).peak_bytes
+        """Predicted."""
+        return graph_memory(self.function(segments).graph, self.standing).peak_bytes
+
+    def run(self, segments: tuple[Segment, ...]) -> int | None:
+        """Measured, with what stands throughout."""
+        found = run_peak(self.model, self.specs, self.function(segments))
+        return None if found is None else found + sum(self.standing)
+
+
+def _target_bytes(keras: Any, model: Any, calls: Calls, facts: StepFacts) -> int:
+    """What targets as large as the loss asks for take."""
+    sizes: list[int] = []
+
+    def size(made: Any, shape: Sequence[int], whole: bool) -> None:
+        sizes.append(math.prod(shape) * (8 if whole else int(made.dtype.size)))
+
+    FitLoss(keras, model).targets(substitute(calls.result, lambda slot: facts.outputs.get(slot.number)), size)
+    return sum(sizes)
 
 
 def _plan(

@@ -145,7 +145,8 @@ def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, stat
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
-        results = pure(arguments)
+        with record.stop_recording():  # an eager tape would keep what the segment makes, until backward
+            results = pure(arguments)
 
         def backward(*gradients: Any) -> list[Any]:
             graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -156,7 +156,8 @@ class StreamedCall(SegmentedCall):
                             sums[place] = found if sums[place] is None else sums[place] + found
                 return [*whole_images, *sums[len(images) :]]
 
-            return _joined(tf, rows, make), backward
+            with record.stop_recording():  # an eager tape would keep what every tile has made, until backward
+                return _joined(tf, rows, make), backward
 
         return run(*images, *weights)
 
@@ -189,6 +190,7 @@ class StreamedCall(SegmentedCall):
             return [next(found) if want else None for want in [*images, *trained]]
 
         function = tf.function(forward if flags is None else backward, autograph=False, reduce_retracing=False)
+        function._omit_frequent_tracing_warning = True  # each is traced once
         self._functions[key] = function
         return function
 

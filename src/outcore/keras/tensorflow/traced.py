@@ -3,7 +3,8 @@
 Forward, a loss and all gradients are traced as one graph for inputs of given shapes; nothing is computed, and no
 variable changes. Which operations belong to which call is noted while tracing. From the plain step's graph come the
 facts that a plan is made from: the buffers that each call makes and the gradients read, and an estimate of each call's
-work. From the graph of a planned step comes its predicted peak.
+work. From the graph of a planned step comes its predicted peak; and from running it, on zeros and without an update,
+what it really takes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outcore.keras.tensorflow.graph_memory import GraphMemory, buffers_of, graph
 from outcore.keras.tensorflow.segments import SegmentedCall
 from outcore.keras.twin import leaves
 
-__all__ = ["CallFacts", "StepFacts", "step_facts", "trace_planned"]
+__all__ = ["CallFacts", "StepFacts", "run_peak", "step_facts", "trace_planned"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,13 @@ class StepFacts:
     buffer: dict[int, Any]
     """The buffer of a value, by its number."""
     bytes: dict[Any, int]
+    outputs: dict[int, Any]
+    """Shape and type of what the model returns, by its number."""
     memory: GraphMemory
 
 
 def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
-    """The graph of forward, the mean square of the outputs and its gradients."""
+    """Forward, the mean square of the outputs and its gradients, as one traced function."""
     tf = importlib.import_module("tensorflow")
     variables = [v.value for v in model.trainable_variables]
 
@@ -59,20 +62,40 @@ def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
         return tape.gradient(loss, variables)
 
     try:
-        return tf.function(step, autograph=False).get_concrete_function(*specs).graph
+        return tf.function(step, autograph=False).get_concrete_function(*specs)
     finally:
         model._clear_losses()
 
 
-def trace_planned(
-    keras: Any, model: Any, specs: Sequence[Any], planned: SegmentedCall, standing: Sequence[int] = ()
-) -> GraphMemory:
-    """The peak of a step by segments."""
+def trace_planned(keras: Any, model: Any, specs: Sequence[Any], planned: SegmentedCall) -> Any:
+    """A step by segments, as a traced function."""
 
     def forward(given: list[Any]) -> Any:
         return planned(given if len(given) > 1 else given[0], training=True)
 
-    return graph_memory(_trace(keras, model, specs, forward), standing)
+    return _trace(keras, model, specs, forward)
+
+
+def run_peak(model: Any, specs: Sequence[Any], function: Any) -> int | None:
+    """What two runs of a traced step take above what is there before; none where TensorFlow does not count.
+
+    Inputs are zeros. Statistics and seeds are as before afterwards; TensorFlow's own record of the peak begins anew.
+    """
+    tf = importlib.import_module("tensorflow")
+    device = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+    before = [(v, tf.identity(v.value)) for v in model.non_trainable_variables]
+    given = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+    try:
+        standing = tf.config.experimental.get_memory_info(device)["current"]
+        tf.config.experimental.reset_memory_stats(device)
+        for _ in range(2):
+            function(*given)
+        return int(tf.config.experimental.get_memory_info(device)["peak"]) - int(standing)
+    except ValueError:
+        return None
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, standing: Sequence[int] = ()) -> StepFacts:
@@ -94,7 +117,7 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, stand
             losses.append(len(getattr(call.operation, "_losses", ())))
         return [values[n] for n in sorted(calls.outputs)]
 
-    graph = _trace(keras, model, specs, forward)
+    graph = _trace(keras, model, specs, forward).graph
     operations = graph.get_operations()
     owner = buffers_of(operations)
     end = marks[-1][1] if marks else 0
@@ -115,7 +138,8 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, stand
             ref = owner.get(tensor.ref(), tensor.ref())
             buffer[number] = ref
             sizes.setdefault(ref, tensor_bytes(tensor) or 0)
-    return StepFacts(tuple(facts), buffer, sizes, graph_memory(graph, standing))
+    outputs = {n: tf.TensorSpec.from_tensor(values[n]) for n in calls.outputs if isinstance(values[n], tf.Tensor)}
+    return StepFacts(tuple(facts), buffer, sizes, outputs, graph_memory(graph, standing))
 
 
 def _own(op: Any) -> bool:

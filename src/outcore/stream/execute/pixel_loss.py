@@ -24,6 +24,7 @@ from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.step_context import PrefetchedPixels
 from outcore.stream.execute.tile_classes import StreamTile
 from outcore.stream.execute.tile_schedule import PassStep
+from outcore.stream.pixel_dims import has_channels_last
 from outcore.stream.source import StreamedImage
 
 __all__ = ["PixelLoss", "one_pass", "pixel_loss_of", "target_region"]
@@ -102,6 +103,8 @@ class _Pass:
         self.total: torch.Tensor | None = None
         self.dtype = torch.float32
         """Of the loss."""
+        (name,) = self.execution.streaming.boundary
+        self.last = has_channels_last(self.execution.network.axes[name])
 
     def run(self, step: PassStep) -> None:
         """The last pass, forward and backward at once."""
@@ -112,7 +115,7 @@ class _Pass:
         waiting: dict[Hashable, tuple[StreamTile, PrefetchedPixels, int]] = {}
 
         def beside(plan: StreamTile) -> torch.Tensor:
-            return self.target.read(target_region(self.target.shape, plan.targets[name]))
+            return self.target.read(target_region(self.target.shape, plan.targets[name], last=self.last))
 
         for plan, pixels in run.read(step, run.plans(step), beside):
             key = self._key(index, plan, pixels)
@@ -136,7 +139,7 @@ class _Pass:
         run, stage = self.execution, self.execution.streaming.stages[index]
         (name,) = run.streaming.boundary
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
-        region = target_region(self.target.shape, plan.targets[name])
+        region = target_region(self.target.shape, plan.targets[name], last=self.last)
         assert pixels.beside is not None
         target = pixels.beside.to(run.device, non_blocking=True)
         with torch.set_grad_enabled(self.gradients):
@@ -166,10 +169,12 @@ class _Pass:
         return (key, float(first)) if bool((pixels.beside == first).all()) else None
 
 
-def target_region(shape: tuple[int, ...], out: Region) -> Region:
+def target_region(shape: tuple[int, ...], out: Region, *, last: bool = False) -> Region:
     """The region of a target of some shape for a region of the output: its batch and pixels, and all channels of the
-    target, if it has any."""
+    target, if it has any, which are the last dimension where the output has them there."""
     pixels = len(out) - 2
+    if last:
+        return (*out[:-1], *((0, n) for n in shape[len(out) - 1 :]))
     middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
     return (out[0], *middle, *out[2:])
 
@@ -181,7 +186,10 @@ def one_pass(
     that has some of the tiles, their terms."""
     (name,) = execution.streaming.boundary
     shape = execution.network.shapes[name]
-    if target.shape[0] != shape[0] or tuple(target.shape[-(len(shape) - 2) :]) != shape[2:]:
+    last = has_channels_last(execution.network.axes[name])
+    pixels = shape[1:-1] if last else shape[2:]
+    given = target.shape[1 : len(shape) - 1] if last else target.shape[2 - len(shape) :]
+    if target.shape[0] != shape[0] or tuple(given) != pixels:
         raise StreamError(f"the target has shape {tuple(target.shape)}, but the output is {shape}; pixels must agree")
     dense = _Pass(execution, loss, target, gradients)
     dense.run(execution.run_before_last())

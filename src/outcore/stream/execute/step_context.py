@@ -193,7 +193,8 @@ class StepContext:
 
     def _plain(self, name: str, region: Region) -> torch.Tensor:
         """A crop that is known to be the same at every pixel, from one of them."""
-        corner = (*region[:2], *((a, a + 1) for a, _ in region[2:]))
+        axes = self.network.axes[name]
+        corner = tuple((a, b if axis is None else a + 1) for (a, b), axis in zip(region, axes, strict=True))
         return self.images[name].read(corner).to(self.device).expand(sizes(region)).contiguous()
 
     def compute(

@@ -65,7 +65,7 @@ class PreparedStream:
 
 def bound(graph: Graph, *, folded: bool) -> RegionNetwork:
     """The nodes of a graph, frozen batch norms folded if wanted."""
-    network = RegionNetwork(graph)
+    network = RegionNetwork(graph, layouts=True)
     if folded:
         fold(network)
         finish(network)
