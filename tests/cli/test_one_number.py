@@ -94,7 +94,7 @@ def test_a_step_takes_the_same_time_by_every_plan(job: str, on: list[str]) -> No
     assert small["policy"]
     found = simulated(job, "small.json", *on)
     assert found["end"] == pytest.approx(small["predicted"]["time_s"], rel=1e-6)
-    assert found["peak"] == small["predicted"]["peak_bytes"][0]
+    assert found["peak"] == pytest.approx(small["predicted"]["peak_bytes"][0], abs=1)
     # Each of two replicas computes what one device alone does, and waits for the gradients of the other.
     made = outcore.Plan.load("one.json")
     replace(made, replicas=2, policy={}).save("two.json")
