@@ -13,6 +13,7 @@ import torch
 
 import outcore
 from outcore.machine import format_time
+from outcore.program import Timeline
 from tests.cli.command import Shown, outcore_command
 
 JOB = """
@@ -75,6 +76,9 @@ def test_a_plain_step_is_the_same_in_every_command(job: str, tmp_path: Path) -> 
     assert facts["forecast"]["step_s"] == pytest.approx(step_s, rel=1e-6)
     took = facts["measured"]  # the first step, which prepares what later ones reuse, is in neither figure
     assert took["examples_per_s"] == pytest.approx(plain["batch"] / took["step_s"])
+    rows = (tmp_path / "run" / "steps.csv").read_text().splitlines()
+    second = dict(zip(rows[0].split(","), rows[2].split(","), strict=True))
+    assert took["steps"] == 2 and took["step_s"] == pytest.approx(float(second["time_s"]), rel=1e-2)
     if (tmp_path / "job.py").read_text().endswith(LOSS):
         assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
 
@@ -85,7 +89,12 @@ def test_a_step_takes_the_same_time_by_every_plan(job: str, on: list[str]) -> No
     step_s = profiled(job, *on)["step_s"]
     one = json.loads(run("plan", job, *on, "--devices", "1", "-o", "one.json", "--json").stdout)
     assert one["plan"]["predicted"]["time_s"] == pytest.approx(step_s, rel=1e-9)
-    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=0.02 if not on else 0.05)
+    assert simulated(job, "one.json", *on)["end"] == pytest.approx(step_s, rel=1e-6)
+    small = json.loads(run("plan", job, *on, "--memory", "75%", "-o", "small.json", "--json").stdout)["plan"]
+    assert small["policy"]
+    found = simulated(job, "small.json", *on)
+    assert found["end"] == pytest.approx(small["predicted"]["time_s"], rel=1e-6)
+    assert found["peak"] == pytest.approx(small["predicted"]["peak_bytes"][0], abs=1)
     # Each of two replicas computes what one device alone does, and waits for the gradients of the other.
     made = outcore.Plan.load("one.json")
     replace(made, replicas=2, policy={}).save("two.json")
@@ -98,7 +107,8 @@ def simulated(*words: str) -> dict[str, float]:
     timeline = json.loads(run("simulate", *words, "--json").stdout)
     rows = [dict(zip(timeline["fields"], event, strict=True)) for event in timeline["events"]]
     computing = [row["end_s"] - row["start_s"] for row in rows if row["rank"] == 0 and row["stream"] == "compute"]
-    return {"end": max(row["end_s"] for row in rows), "compute": sum(computing)}
+    peak = Timeline.from_json(timeline).peak_bytes[0]
+    return {"end": max(row["end_s"] for row in rows), "compute": sum(computing), "peak": peak}
 
 
 @pytest.mark.parametrize("job", [LOSS], ids=[""], indirect=True)

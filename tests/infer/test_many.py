@@ -35,6 +35,11 @@ def test_a_folder_gives_a_row_a_mask_and_a_picture_for_each_slide(tmp_path: Path
     assert len({row["output"] for row in found}) == 3 and found[0]["output"] == "slide0.mask.tif"
     assert "(1 of 3" in shown.stderr and "(3 of 3" in shown.stderr and "3 of 3 slides" in shown.stdout
     assert not list(out.glob(".*"))
+    (out / "slide0.mask.tif").rename(folder / "result.tif")  # a map under a name of one's own is no slide
+    assert [slide.given for slide in find_slides(folder)] == ["slide0.tif", "slide1.tif", "more/slide1.tif"]
+    again = infer(folder, "--data", ".", "-o", "../out", "--heat", "stroma", "--classes", "glass,tumour,stroma")
+    assert again.returncode == 0 and "3 of 3 slides are done already" in again.stderr
+    assert "results.csv has 3 of 3 slides" in again.stdout
 
 
 def test_a_table_goes_on_where_it_stopped_and_tries_again_what_failed(

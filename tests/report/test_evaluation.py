@@ -67,6 +67,9 @@ def test_a_class_that_never_occurs_has_no_curve_and_stops_nothing(tmp_path: Path
     json.dumps(found.to_json(), allow_nan=False)
     for picture in (confusion_svg(found), curves_svg(found.roc, kind="roc"), curves_svg(found.roc, kind="pr")):
         ElementTree.fromstring(picture)
+    (tmp_path / "p.csv").rename(tmp_path / "predictions.csv")
+    (tmp_path / "run.json").write_text("{}")
+    assert list(read_run(tmp_path)["evaluation"]["pictures"]) == ["confusion"]  # no empty axes
 
 
 def test_pictures_name_their_axes_and_the_areas(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from outcore.whatif.setup import TrainingSetup
 from tests.whatif.jobs import images
 
 V100 = parse("v100").devices[0]
+FAST = ClusterLink("fast", Link.symmetric(bandwidth_bytes_per_s=1e15, latency_s=1e-12), share=1.0, trees=False)
 SLOW = ClusterLink("slow", Link.symmetric(bandwidth_bytes_per_s=1e6, latency_s=1e-3), share=1.0, trees=False)
 
 
@@ -106,6 +108,19 @@ def test_a_verdict_follows_the_link() -> None:
 def test_what_makes_no_sense_is_refused(gpus: list[int], how: str) -> None:
     with pytest.raises(WhatIfError):
         scale_out(images(64), gpus, SLOW, device=V100, strategies=(how,), mode="strong")
+
+
+def test_a_pipeline_updates_its_weights_too() -> None:
+    job = images(8)
+    step_s = {}
+    for optimizer in (None, torch.optim.Adam):
+        asked = scale_out(replace(job, optimizer=optimizer), [2], FAST, device=V100, strategies=("gpipe",))
+        (step_s[optimizer],) = [p.step_s for p in asked.of("gpipe")]
+    update = record_setup(TrainingSetup(job), V100).optimizer
+    assert update is not None
+    # The larger stage has between half of the weights and all of them; where the network is cut may change with it.
+    whole_s = max(update.median_s, update.dispatch_s)
+    assert 0.4 * whole_s <= step_s[torch.optim.Adam] - step_s[None] <= 1.5 * whole_s
 
 
 def test_a_thousand_ranks_and_a_pipeline() -> None:

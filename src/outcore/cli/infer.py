@@ -263,7 +263,9 @@ def _many(runner: SlideRunner, data: Path, output: Path, written: _Written) -> N
     if written.json:
         typer.echo(json_module.dumps(said))
     else:
-        typer.echo(f"wrote {output / 'results.csv'}: {len(slides) - failed} of {len(slides)} slides")
+        where = output / "results.csv"
+        said_of = f"{where} has" if before == len(slides) else f"wrote {where}:"
+        typer.echo(f"{said_of} {len(slides) - failed} of {len(slides)} slides")
     if failed:
         raise DataError(
             f"{failed} of {len(slides)} slides could not be run; the reasons are in {output / 'failed.csv'}"

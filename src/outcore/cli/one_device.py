@@ -1,12 +1,14 @@
 """`outcore plan` for one device: which saved tensors are kept, offloaded, encoded or recomputed, and the frontier
 around it.
 
-Where no policy meets the budget, images are streamed in tiles, and the plan says how.
+Where no policy meets the budget, images are streamed in tiles, and the plan says how. `outcore simulate` of such a
+plan follows its script call by call, with the figures that the plan was printed with.
 """
 
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -27,12 +29,16 @@ from outcore.machine.units import format_bytes
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.machine_tier import tier_of
+from outcore.planner.memory.plan import plan_memory
 from outcore.planner.memory.search import Assignment
+from outcore.program import Event, Timeline
+from outcore.program.plan.document import Plan
+from outcore.program.timeline import COMPUTE
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
-from outcore.stream.one_device import OneDeviceStep, fit_one_device
+from outcore.stream.one_device import OneDeviceStep, fit_one_device, simulate_tiles
 from outcore.stream.plan.step_document import StreamedStep
 
-__all__ = ["frontier_on_one_device", "plain_bytes", "plan_on_one_device"]
+__all__ = ["frontier_on_one_device", "is_for_one_device", "plain_bytes", "plan_on_one_device", "simulate_on_one_device"]
 
 
 def plain_bytes(job: Job, where: Machine, batch: int | None) -> int:
@@ -90,10 +96,10 @@ def plan_on_one_device(
             plain_bytes=plain_peak,
         )
         write_text(svg, drawn)
-    wrote(output, svg)
     if json:
         plan, points = document.to_json(), frontier_json(made.keeping, found, plain_s=plain_s)
         typer.echo(json_module.dumps({"plan": plan, "frontier": points}, indent=1))
+        wrote(output, svg)
         return
     console = Console()
     console.print(
@@ -104,6 +110,7 @@ def plan_on_one_device(
     console.print()
     table = frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s, plain_bytes=plain_peak)
     table_console().print(table)
+    wrote(output, svg)
 
 
 def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[StepModel, list[Assignment]]:
@@ -112,6 +119,44 @@ def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine)
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
     keeping = StepModel(graph, without_gaps(costs), optimizer, tier_of(where), device.bandwidth_bytes_per_s)
     return keeping, frontier(keeping)
+
+
+def simulate_on_one_device(
+    job: Job, made: Plan, graph: Graph, costs: Costs, where: Machine, size: int | None
+) -> Timeline:
+    """The timeline of a step by a plan for one device, of the length and the peak that `outcore plan` prints.
+
+    The script has the network's calls, what is made again and the copies; behind them come the wait for the host and
+    what a plain step takes beside its network. Where copies queue otherwise than the planner assumed, the step is
+    longer than planned by that.
+    """
+    device = where.devices[0]
+    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    plain = make_profile(job, device, size=size)
+    if made.stream is not None:
+        held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=size)
+        return simulate_tiles(made, graph, costs, where, optimizer=optimizer, loss_bytes=held)
+    step = plan_memory(
+        graph,
+        costs,
+        budget_bytes=None,
+        optimizer=optimizer,
+        tier=tier_of(where),
+        memory_bytes_per_s=device.bandwidth_bytes_per_s,
+        loss_bytes=loss_bytes_of_job(job, graph, costs, device, optimizer, size=size),
+        policy=made.policy,
+    )
+    timeline = step.simulate()
+    rest_s = max(0.0, plain.step.step_s - step.keeping.plain_s)
+    start_s, end_s = timeline.step_s + min(plain.step.wait_s, rest_s), timeline.step_s + rest_s
+    beside = Event(0, COMPUTE, "step", "loss and update", start_s, end_s, stage=0)
+    return replace(timeline, name=made.arrangement, events=(*timeline.events, beside))
+
+
+def is_for_one_device(made: Plan) -> bool:
+    """Whether a plan is of one device's step, whole or in tiles, with its state on the device."""
+    whole = made.ranks == made.micro_batches == made.batches == len(made.stages) == 1
+    return made.stream is not None or (whole and made.spatial is None and not made.state)
 
 
 def _show_tiles(

@@ -12,10 +12,8 @@ from rich.console import Console
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.cli.one_device import plain_bytes, plan_on_one_device
-from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cli.one_device import is_for_one_device, plain_bytes, plan_on_one_device, simulate_on_one_device
 from outcore.cost.predicted.estimate import estimate
-from outcore.cost.profile import loss_bytes_of_job
 from outcore.documents.reading import write_text
 from outcore.errors import PlanError
 from outcore.graph import Graph
@@ -32,7 +30,6 @@ from outcore.spatial import plan_grid
 from outcore.spatial.choose import plan as make_plan
 from outcore.spatial.plan import is_over_pixels
 from outcore.spatial.timeline import predict_timeline
-from outcore.stream.one_device import simulate_tiles
 
 __all__ = ["plan", "simulate"]
 
@@ -203,10 +200,8 @@ def simulate(
     size = batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None)
     graph = found.capture(size)
     costs = estimate(graph, where)
-    if made.stream is not None:
-        optimizer = OptimizerCost.of(found.optimizer or 2.0, where.devices[0].kind)
-        held = loss_bytes_of_job(found, graph, costs, where.devices[0], optimizer, size=batch)
-        timeline = simulate_tiles(made, graph, costs, where, optimizer=optimizer, loss_bytes=held)
+    if is_for_one_device(made):
+        timeline = simulate_on_one_device(found, made, graph, costs, where, size)
     else:
         beside = LossAndUpdate.of(found, graph, costs, where, size)
         timeline = _timeline(made, graph, weights_on(where, graph, costs, beside), where)
@@ -218,6 +213,7 @@ def simulate(
         typer.echo(json_module.dumps(timeline.to_json()))
     else:
         console = Console()
+        console.print(f"{found.name}, batch {size or found.size}, on {where.name}", highlight=False, markup=False)
         console.print(rich_gantt(timeline, width=console.width))
     wrote(trace, svg)
 

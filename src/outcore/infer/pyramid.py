@@ -19,11 +19,13 @@ from outcore.errors import MissingPackageError
 from outcore.infer.disk_array import DiskArray
 from outcore.infer.palette import tiff_palette
 
-__all__ = ["write_pyramid"]
+__all__ = ["SOFTWARE", "write_pyramid"]
 
 Pixels = np.ndarray[Any, Any]
 
 _TILE = 512
+SOFTWARE = "outcore infer"
+"""Written into every map, near its beginning: a folder's maps are not taken for slides."""
 
 
 def write_pyramid(
@@ -71,6 +73,7 @@ def write_pyramid(
                 compression="adobe_deflate",
                 subfiletype=1 if number else 0,
                 metadata=None,
+                software=SOFTWARE,
                 **shown,
             )
             if coarser is None:

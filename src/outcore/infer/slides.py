@@ -16,11 +16,14 @@ from pathlib import Path
 from outcore.data.opening import SLIDE_ENDINGS, is_zarr
 from outcore.data.table_file import read_rows
 from outcore.errors import DataError
+from outcore.infer.pyramid import SOFTWARE
 
 __all__ = ["SlideInput", "find_slides", "holds_several"]
 
 _OUTPUTS = (".mask.tif", ".heat.tif", ".overlay.png")
 """What infer writes beside a slide, which is no slide."""
+_BEGINNING = 2**13
+"""Bytes of a TIFF in which infer's own mark stands."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,20 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if name not in arrays]
         slides = (name for name in files if _ending(name) in SLIDE_ENDINGS and not name.startswith("."))
         slides = (name for name in slides if not name.endswith(_OUTPUTS))
-        found = sorted([*slides, *arrays])
+        found = sorted([*(name for name in slides if not _is_map(here / name)), *arrays])
         stems = {name.rpartition(".")[0] for name in found}
         yield from (here / name for name in found if not _is_mask(name, stems))
+
+
+def _is_map(path: Path) -> bool:
+    """Whether a TIFF of any name was written by infer, which says so at its beginning."""
+    if path.suffix.lower() not in (".tif", ".tiff"):
+        return False
+    try:
+        with path.open("rb") as file:
+            return SOFTWARE.encode() in file.read(_BEGINNING)
+    except OSError:  # what cannot be read is said of the slide
+        return False
 
 
 def _is_mask(name: str, stems: set[str]) -> bool:

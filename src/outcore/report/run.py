@@ -81,13 +81,13 @@ def _evaluation(folder: Path, classes: Sequence[str]) -> dict[str, Any] | None:
     if not (folder / "predictions.csv").is_file() or (found := evaluate(folder / "predictions.csv", classes)) is None:
         return None
     wrong = [e for e in found.examples if not e["right"]][:SHOWN_SLIDES]
+    pictures = {"confusion": confusion_svg(found)}
+    if any(not math.isnan(curve.area) for curve in found.roc):  # there is none where all are of one class
+        pictures["roc"] = curves_svg(found.roc, kind="roc")
+        pictures["precision and recall"] = curves_svg(found.precision_recall, kind="pr")
     return found.to_json() | {
         "thumbnails": {e["example"]: small for e in wrong if (small := _thumbnail(folder, e["example"])) is not None},
-        "pictures": {
-            "confusion": confusion_svg(found),
-            "roc": curves_svg(found.roc, kind="roc"),
-            "precision and recall": curves_svg(found.precision_recall, kind="pr"),
-        },
+        "pictures": pictures,
     }
 
 

@@ -262,7 +262,10 @@ class Loop:
         if self.journal is not None:
             self.journal.add_epoch(row)
             self._write_trace()
-        shown = "  ".join(f"{name.removeprefix('validation_')} {value:.4g}" for name, value in figures.items())
+        shown = "  ".join(
+            f"{name.removeprefix('validation_')} {'undefined' if math.isnan(value) else f'{value:.4g}'}"
+            for name, value in figures.items()
+        )
         said = f"epoch {where.epoch}: loss {row['loss']:.4g}"
         self.show.say(said + (f"  validation: {shown}{'  (best)' if better else ''}" if figures else ""))
         if better:

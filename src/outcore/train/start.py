@@ -174,7 +174,7 @@ def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, exa
         table.add_row("expected", f"{duration(whole)} an epoch, {count_rate(rate)} examples/s")
     for note in found.notes:
         table.add_row("note", note)
-    table.add_row("run", f"{config.out} (settings, log, checkpoints, report)")
+    table.add_row("run", f"{config.out} (settings, figures, checkpoints, report)")
     return table
 
 

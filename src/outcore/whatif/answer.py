@@ -248,7 +248,7 @@ def _answer(
         low_s,
         high_s,
         base_per_sample / per_sample if per_sample else math.inf,
-        recording.peak_bytes,
+        recording.peak_bytes if found.step.peak_bytes is None else found.step.peak_bytes,
         reason_of(before, found, same=not techniques),
         found.step.notes + _memory_notes(recording),
         trial,
@@ -279,7 +279,7 @@ def interval_s(
 
 
 def _memory_notes(recording: Recording) -> tuple[str, ...]:
-    if recording.setup.within_bytes is not None or recording.peak_bytes <= recording.device.memory_bytes:
+    if recording.setup.within is not None or recording.peak_bytes <= recording.device.memory_bytes:
         return ()
     has, needs = format_bytes(recording.device.memory_bytes), format_bytes(recording.peak_bytes)
     return (f"does not fit: the step holds {needs}, {recording.device.name} has {has}",)

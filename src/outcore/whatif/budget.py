@@ -6,6 +6,8 @@ the device, behind the forward pass. A budget that cannot be met is refused with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import without_gaps
 from outcore.machine.units import format_bytes
@@ -34,7 +36,8 @@ def budgeted_tasks(step: RecordedStep, recording: Recording, budget_bytes: int) 
     extra_s = max(0.0, made.slowdown - 1.0) * plain_s
     first = next((n for n, t in step.tasks.items() if t.phase == "backward" and t.resource == "device"), None)
     said = f"within {format_bytes(budget_bytes)}: predicted peak {format_bytes(made.peak_bytes)}"
+    held = replace(step, peak_bytes=made.peak_bytes)
     if extra_s <= 0 or first is None:
-        return step.noted(f"{said}, nothing is recomputed")
+        return held.noted(f"{said}, nothing is recomputed")
     task = Task("recompute and fetch", "device", extra_s, kind="recompute", phase="backward", high_s=1.5 * extra_s)
-    return step.insert(task, place=first).noted(said)
+    return held.insert(task, place=first).noted(said)

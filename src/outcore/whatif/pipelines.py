@@ -2,7 +2,8 @@
 
 Up to a number of ranks the planner searches stages x replicas itself. Beyond it the plan of that many ranks is one of
 several replicas, whose stages reduce their gradients over the link when the step is over: what a rank holds is reduced
-with its twins, and the largest share is what the step waits for.
+with its twins, and the largest share is what the step waits for. The loss is in the recorded network; the update is
+added to it, so that a pipeline's step is compared with a data parallel one that has both.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program.plan.document import Plan
@@ -74,8 +77,8 @@ class PipelinePlans:
         if key not in self._plans:
             try:
                 if (batch, ranks) not in self._weights:
-                    found = self.record(replace(recording.setup, size=batch * ranks)).profile
-                    self._weights[batch, ranks] = (found.graph, CallWeights.of(found.graph, found.costs))
+                    found = self.record(replace(recording.setup, size=batch * ranks))
+                    self._weights[batch, ranks] = (found.profile.graph, _weights(found))
                 rate = Link.symmetric(bandwidth_bytes_per_s=self.link.bytes_per_s, latency_s=self.link.latency_s)
                 self._plans[key] = search_plan(
                     *self._weights[batch, ranks], devices=ranks, schedule=schedule, link=rate
@@ -83,6 +86,16 @@ class PipelinePlans:
             except OutcoreError as error:
                 self._plans[key] = str(error).splitlines()[0]
         return self._plans[key]
+
+
+def _weights(recording: Recording) -> CallWeights:
+    """Those of a recorded training network, with its update."""
+    graph, timing = recording.profile.graph, recording.optimizer
+    weights = CallWeights.of(graph, recording.profile.costs)
+    if timing is None:
+        return weights
+    state = OptimizerCost.of(recording.setup.job.optimizer or 2.0, recording.device.kind).state_per_parameter
+    return LossAndUpdate((), max(timing.median_s, timing.dispatch_s), state).added(weights, graph)
 
 
 def _largest_stage_bytes(made: Plan, recording: Recording) -> int:

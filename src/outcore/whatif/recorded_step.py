@@ -81,6 +81,8 @@ class RecordedStep:
     priority: Mapping[str, Callable[[Task], float]] = field(default_factory=dict)
     """Resources that take the ready task of the smallest number, instead of the next in order."""
     notes: tuple[str, ...] = ()
+    peak_bytes: int | None = None
+    """What the step holds, where that is not what the recorded one does."""
 
     @classmethod
     def of(cls, tasks: Iterable[Task], *, name: str = "", batch: int = 1) -> RecordedStep:

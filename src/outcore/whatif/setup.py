@@ -36,7 +36,8 @@ class TrainingSetup:
     compiled: bool = False
     fused_optimizer: bool = False
     cuda_graph: bool = False
-    within_bytes: int | None = None
+    within: str | None = None
+    """A budget, as `outcore.within` takes it: a size, or a share of what the step holds without one."""
 
     @property
     def batch(self) -> int:

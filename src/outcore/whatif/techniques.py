@@ -6,7 +6,7 @@
     fused  fused_adam      the optimizer in one kernel
     graphs                 one CUDA graph: the host launches once
     batch=64               another batch
-    within=9GiB            what `outcore.within` would do under that budget
+    within=9GiB            what `outcore.within` would do under that budget; or a share of what the step holds, 50%
     link=2x                links twice as fast
     layer3=free            a block that takes no time
     conv:0.5x              tasks that take half of their time: a block, a kind, a phase or a resource
@@ -27,7 +27,7 @@ import torch
 
 from outcore.errors import WhatIfError, suggest
 from outcore.machine import Device
-from outcore.machine.units import format_bytes, parse_bytes
+from outcore.machine.units import parse_budget
 from outcore.whatif.compiled import compiled_tasks
 from outcore.whatif.recorded_step import PHASES, RecordedStep, Task
 from outcore.whatif.recording import Recording
@@ -170,20 +170,20 @@ class Batch(Technique):
 class Within(Technique):
     """A budget of memory, met as `outcore.within` meets it."""
 
-    budget_bytes: int = 0
+    budget: str = "100%"
     usage: ClassVar[str] = "within=9GiB"
     doubt: ClassVar[float] = 0.15
 
     def setup(self, setup: TrainingSetup) -> TrainingSetup:
-        return replace(setup, within_bytes=self.budget_bytes)
+        return replace(setup, within=self.budget)
 
     def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
         from outcore.whatif.budget import budgeted_tasks
 
-        return budgeted_tasks(step, recording, self.budget_bytes)
+        return budgeted_tasks(step, recording, parse_budget(self.budget, recording.peak_bytes))
 
     def __str__(self) -> str:
-        return f"within={format_bytes(self.budget_bytes).replace(' ', '')}"
+        return f"within={self.budget}"
 
 
 @dataclass(frozen=True)
@@ -271,6 +271,11 @@ def _batch(value: str) -> Technique:
     return Batch(int(value))
 
 
+def _within(value: str) -> Within:
+    parse_budget(value, 2**40)  # refused before anything is recorded
+    return Within("".join(value.split()))
+
+
 def _factor(text: str, what: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)x?", text)
     if match is None or not 1 / _MOST_FACTOR <= float(match[1]) <= _MOST_FACTOR:
@@ -286,7 +291,7 @@ TECHNIQUES: dict[str, Callable[[str], Technique]] = {
     "fused_adam": lambda value: FusedOptimizer(),
     "graphs": lambda value: Graphs(),
     "batch": _batch,
-    "within": lambda value: Within(parse_bytes(value)),
+    "within": lambda value: _within(value),
     "link": lambda value: FasterLink(_factor(value, f"link={value}")),
 }
 """By the name that is typed; each takes what stands behind ``=``."""

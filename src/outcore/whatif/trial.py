@@ -132,12 +132,12 @@ def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], A
             if "capturable" in group:
                 group["capturable"] = True
     called: Callable[..., Any] = model
-    if setup.within_bytes is not None:
+    if setup.within is not None:
         from outcore.one_device.within import within
 
         loss = job.loss
         counted = (lambda output: loss(output, target)) if loss is not None and target is not None else None
-        called = within(model, args, kwargs, memory=setup.within_bytes, loss=counted, optimizer=optimizer, quiet=True)
+        called = within(model, args, kwargs, memory=setup.within, loss=counted, optimizer=optimizer, quiet=True)
     if setup.compiled:
         called = torch.compile(model)
 

@@ -114,6 +114,11 @@ def test_a_share_set_aside_is_never_trained_on(tmp_path: Path) -> None:
     assert held is not None
     parts = [{Path(e.name(i)).stem for i in range(len(e))} for e in (train, held)]
     assert len(parts[1]) == 3 and parts[0] | parts[1] == set("0123456789") and not parts[0] & parts[1]
+    for seed in range(8):  # of each class its share, the rare one too
+        (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"{i}.npy,{i // 6}\n" for i in range(10)))
+        _, held = find_tables(DataConfig(train=str(tmp_path / "t.csv"), validation=0.5), seed=seed)
+        assert held is not None
+        assert sorted(int(Path(held.name(i)).stem) // 6 for i in range(len(held))) == [0, 0, 0, 1, 1]
 
 
 def test_a_folder_of_images_by_class(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from outcore.program.timeline import COMPUTE, NETWORK, Event, Timeline
 __all__ = ["gantt", "rich_gantt"]
 
 SHOWN_RANKS = 24
-LEGEND = "0 forward of micro-batch 0, a its backward, U step, - network only, . idle"
+LEGEND = "0 forward of micro-batch 0, a its backward, {scripts}U step, - network only, . idle"
+SCRIPTS = "r made again or encoded, "
+"""In the legend, of timelines that have it."""
 COLOURS = {"forward": ("cyan", "blue"), "backward": ("yellow", "red"), "step": ("green", "green")}
 
 Cell = tuple[str, str]
@@ -69,7 +71,8 @@ def _lines(timeline: Timeline, width: int, columns: int | None, ranks: int) -> I
             *_cells(by_rank[rank], columns, timeline.step_s),
             *((c, "") for c in after),
         ]
-    yield [(c, "dim") for c in LEGEND]
+    scripted = any(e.stream == COMPUTE and e.kind not in COLOURS for e in timeline.events)
+    yield [(c, "dim") for c in LEGEND.format(scripts=SCRIPTS if scripted else "")]
 
 
 def _cells(events: Sequence[Event], columns: int, step_s: float) -> Iterator[Cell]:

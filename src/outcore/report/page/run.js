@@ -20,7 +20,7 @@ function showRun(panel, bundle) {
   if (run.plan) page.append(section("Plan", folded("plan.json", JSON.stringify(run.plan, null, 1))));
   page.append(section("Settings", folded("config.yaml", run.config)));
   if (run.commands) page.append(section("Commands", html("pre", run.commands.join("\n"))));
-  if (run.environment) page.append(section("Environment", pairs(Object.entries(run.environment).filter(([, v]) => v))));
+  if (run.environment) page.append(section("Environment", pairs(Object.entries(run.environment).filter(([name, v]) => v && !(name === "command" && run.commands)))));
 }
 
 function headline(run) {
@@ -62,11 +62,12 @@ function runCharts(run) {
   const steps = run.steps || {}, epochs = run.epochs || {};
   const at = (name, label) => ({ name: label, x: steps.step || [], y: steps[name] || [] });
   const after = (name, label) => ({ name: label, x: epochs.step || [], y: epochs[name] || [] });
-  const metrics = Object.keys(epochs).filter((n) => n.startsWith("validation_") && n !== "validation_loss");
+  const known = (name) => epochs[name].some((v) => v !== null), figure = (name) => name.slice(11).replaceAll("_", " ");
+  const metrics = Object.keys(epochs).filter((n) => n.startsWith("validation_") && n !== "validation_loss" && known(n));
   const budget = run.budget_bytes ? [{ name: "budget", y: run.budget_bytes }] : [];
   return [
     lineChart({ title: "Loss", xTitle: "step", series: [at("loss", "training"), after("validation_loss", "validation")] }),
-    lineChart({ title: "Validation", xTitle: "step", series: metrics.map((n) => after(n, n.slice(11).replaceAll("_", " "))) }),
+    lineChart({ title: metrics.length === 1 ? `Validation: ${figure(metrics[0])}` : "Validation", xTitle: "step", series: metrics.map((n) => after(n, figure(n))) }),
     lineChart({ title: "Step time", xTitle: "step", format: timeText, zero: true, series: [at("time_s", "time")] }),
     lineChart({ title: "Peak memory", xTitle: "step", format: bytesText, zero: true, lines: budget, series: [at("memory_bytes", "peak")] }),
     lineChart({ title: "Learning rate", xTitle: "step", zero: true, series: [at("learning_rate", "learning rate")] }),
@@ -100,7 +101,7 @@ function evaluation(found, trained) {
   const worst = found.examples.filter((e) => !e.right).slice(0, 12);
   const all = html("details", html("summary", `all ${number(found.examples.length)} examples, the worst first`), grid(head, found.examples.slice(0, 2000).map(line)));
   return [
-    section("Validation, best epoch", pictures, classes),
+    section("Validation, best epoch", pictures, classes, ...(found.pictures.roc ? [] : [html("p", "ROC and precision against recall need validation examples of two classes.")])),
     section("Worst examples", thumbnails(found.thumbnails || {}, worst), worst.length ? grid(head, worst.map(line)) : html("p", "all were right"), all),
   ];
 }

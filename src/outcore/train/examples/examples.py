@@ -6,6 +6,7 @@ never of what was drawn before it, so that a run can continue in the middle of a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,8 +175,22 @@ def find_tables(config: DataConfig, seed: int) -> tuple[SlideExamples, SlideExam
     aside = max(1, round(len(train) * config.validation))
     if aside >= len(train):
         raise ConfigError(f"data.validation={config.validation} leaves nothing of {len(train)} examples to train on")
+    order = _by_class(order, [row.label if isinstance(row.label, int) else None for row in train.rows])
     kept, held = tuple(sorted(order[aside:])), tuple(sorted(order[:aside]))
     return SlideExamples(train, config, seed, kept), SlideExamples(train, config, seed, held)
+
+
+def _by_class(order: list[int], labels: list[int | None]) -> list[int]:
+    """An order whose every beginning has about the same share of each class; of one class, the order that is given.
+
+    >>> _by_class([0, 1, 2, 3, 4, 5], [7, 7, 7, 7, 8, 8])
+    [0, 4, 1, 2, 5, 3]
+    """
+    sizes, seen, place = Counter(labels), Counter[int | None](), dict[int, float]()
+    for index in order:
+        place[index] = (seen[labels[index]] + 0.5) / sizes[labels[index]]
+        seen[labels[index]] += 1
+    return sorted(order, key=place.__getitem__)
 
 
 def generator(*numbers: int) -> torch.Generator:

@@ -47,6 +47,11 @@ class TrainedNetwork:
         run = RunFolder(path)
         if run.config.is_file():
             config = Config.load(run.config)
+            if not (run.best.exists() or run.last.exists()):
+                raise CheckpointError(
+                    f"{path} has saved no weights yet: its run ended before the first checkpoint; "
+                    f"train it further: outcore train {run.config}"
+                )
             weights = read_weights(run.best if run.best.exists() else run.last)
             return cls(path, weights, config.data, config.arguments, _classes(run, config))
         if path.is_dir():
