@@ -161,19 +161,38 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
         optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
         device=None if cuda else "cpu",
     ) as engine:
-        link = _link(engine)
+        link, messages = _link(engine), engine.worker.messages
+        waits: list[tuple[float, float]] = []
+        if messages is not None:
+            messages.waits = _Kept(waits)
         inputs, targets = (t.to(engine.device) for t in chosen.batch(1))
-        times = []
+        times, own, waited = [], [], []
         for _ in range(STEPS):
             engine.world.barrier()
-            began = time.perf_counter()
+            waits.clear()
+            began, of_thread = time.perf_counter(), time.thread_time()
             loss = engine.step(inputs, targets)
             if cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
+            own.append(time.thread_time() - of_thread)
+            waited.append(sum(end - start for start, end in waits))
         events = [e for e in engine.timeline().events if e.rank == engine.rank]
     faulthandler.cancel_dump_traceback_later()
-    return {"link": link, "step_s": times[SKIPPED:], "busy_s": _busy(events), "loss": loss}
+    found = {"step_s": times, "thread_s": own, "waited_s": waited}
+    return {"link": link, **{n: t[SKIPPED:] for n, t in found.items()}, "busy_s": _busy(events), "loss": loss}
+
+
+class _Kept(list[tuple[float, float]]):
+    """A list that hands on what is added to it, and forgets nothing there when it is emptied."""
+
+    def __init__(self, kept: list[tuple[float, float]]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def append(self, item: tuple[float, float]) -> None:
+        self.kept.append(item)
+        super().append(item)
 
 
 def _busy(events: Iterable[Event]) -> dict[str, float]:
