@@ -10,7 +10,7 @@ import pytest
 from outcore.allocator.expandable_segments import reserved_by
 from outcore.allocator.process_limit import limit_for
 from outcore.compiled.lifetimes import Held, StepOfGraph, step_of
-from outcore.compiled.pieces import PieceChooser, choose_all_reserved, peak_of
+from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of, smaller
 from outcore.compiled.reserved import Allocator, choose_reserved, step_events
 from outcore.compiled.search import Frontier, search
 from tests.compiled.oracle import living_peak
@@ -110,3 +110,15 @@ def test_pieces_leave_room_for_their_holes() -> None:
     assert choose_all_reserved([frontier, frontier], None, allocator) == [fast, fast]
     two = choose_all_reserved([frontier, frontier], int(1.6 * peak_of([fast])), allocator)
     assert two is not None and peak_of(two) + allocator.overhead(two) <= int(1.6 * peak_of([fast]))
+
+
+def test_after_a_choice_that_did_not_fit_comes_another_and_before_a_refusal_the_smallest() -> None:
+    points = [replace(point(size, 100.0 - size, size), saved=frozenset([size])) for size in (90, 70, 50, 30)]
+    known = [Piece(Frontier(points), points[0], ())]
+    asked: list[object] = [[p.kept for p in known]]
+    found = []
+    for budgets in ((20, 75), (20, 75), (55, 20), (55, 20)):  # less than there is at first; then what was tried
+        tried = smaller(known, budgets, asked, None, staying_first=False)
+        found.append(tried[0].chosen.peak_bytes if tried is not None else None)
+        asked.append([p.kept for p in tried] if tried is not None else None)
+    assert found == [70, 30, 50, None]

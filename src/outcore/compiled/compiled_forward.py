@@ -14,10 +14,11 @@ plan, is off while a model is compiled.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,14 +26,13 @@ from torch import nn
 from outcore.allocator.process_limit import has_limit
 from outcore.compiled.discard import discard, recorded_functions
 from outcore.compiled.joint_graph import Rates
-from outcore.compiled.lifetimes import StepOfGraph, Way
+from outcore.compiled.lifetimes import StepOfGraph
 from outcore.compiled.offload_ops import Reservation
-from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of
+from outcore.compiled.pieces import Piece, PieceChooser, peak_of, seconds_of, smaller, within
 from outcore.compiled.plan import CompiledPlan
 from outcore.compiled.reserved import Allocator
 from outcore.compiled.room import Room, library_bytes, refusal, room_of
 from outcore.compiled.settings import CompileSettings
-from outcore.compiled.times.host_times import host_and_device_s
 from outcore.compiled.torch_partitioner import (
     CompilationError,
     Partitioner,
@@ -56,6 +56,10 @@ the traced graph has them, which is how the backward expects them back; and memo
 the next one of its size, so that what comes back finds it."""
 _GRANULE = 20 * 2**20
 """Segments grow by this: what is left free, at most a hundredth of the budget, for steps that were not tried."""
+_CLOSE = 0.97
+"""Of what is left by proportion, how much to choose for."""
+_NO_ROOM = 0.1
+"""What a step that did not fit on the device at all is taken to need, beyond the budget."""
 _HOLES = 0.2
 """Of what a step took too much, how much more to leave: holes between buffers do not shrink with the plan."""
 _FASTER = 0.97
@@ -95,6 +99,8 @@ class CompiledForward:
         self.entries: dict[Hashable, _Entry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
+        self.least_seen: int | None = None
+        """The smallest budget in which a step that was tried would have fitted."""
         self.measured_bytes: int | None = None
         self.measured_s: float | None = None
         self.plan: CompiledPlan | None = None
@@ -125,7 +131,9 @@ class CompiledForward:
         if self.own_inner is not None:
             return self.own_inner
         wrapped = getattr(self.model, "_orig_mod", None)
-        return _calling(wrapped) if isinstance(wrapped, nn.Module) else type(self.model).forward.__get__(self.model)
+        if isinstance(wrapped, nn.Module):  # called, with its hooks; torch.compile does not trace a module's own call
+            return lambda *args, **kwargs: wrapped(*args, **kwargs)
+        return cast("Callable[..., Any]", type(self.model).forward.__get__(self.model))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the model and models that are stored: they are compiled when they are called first."""
@@ -244,19 +252,20 @@ class CompiledForward:
         key = self.key(args, kwargs)
         known: list[Piece] = []
         asked: list[Any] = []
+        needed = 0
         best: tuple[float, _Entry, CompiledPlan] | None = None
         undecided = None if self.rates.link is not None else False
         spare = min(_GRANULE, (budget or 0) // 100) if self.device.type == "cuda" else 0
         for _ in range(_COMPILATIONS):
             left = self.budget(room)
             try:
-                known = self._together(known, room)
+                known = (
+                    self._next(known, room, asked, needed) if known and best is None else self._together(known, room)
+                )
             except PlanError:
                 if best is None:
                     raise
                 break
-            if known and best is None and [_kept(p) for p in known] == asked:
-                break  # it was seen not to fit
             copies = any(p.chosen.ways for p in known) if known else undecided
             entry = self.entry(left, known, copies=copies)
             start = time.perf_counter()
@@ -273,33 +282,36 @@ class CompiledForward:
             if not pieces:
                 self.discard(entry)
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
-            chosen_before, known = [_kept(p) for p in known], pieces
-            asked = [_kept(p) for p in known]
+            known = pieces
+            asked.append([p.kept for p in known])
             taken = tried.taken_bytes
-            needed = tried.needed_bytes + spare
+            needed = tried.needed_bytes + spare if taken is not None else int((1 + _NO_ROOM) * ((budget or 0) - own))
+            self.least_seen = min(self.least_seen or sys.maxsize, own + needed)
             self.measured_bytes = None if taken is None else own + taken
+            missed = needed - self._reserved([p.chosen for p in known]) - room.fixed_bytes
+            fits = taken is not None and own + needed <= (budget or sys.maxsize)
+            if fits:
+                self.corrected_bytes = min(self.corrected_bytes, max(0, missed))
             plan = self._plan(known, room)
             step_s = self.measured_s if self.measured_s is not None else plan.seconds
             if budget is None:
                 best = step_s, entry, plan
                 break
             worse: _Entry | None = entry
-            if taken is not None and own + needed <= budget and (best is None or step_s < best[0]):
+            if fits and (best is None or step_s < best[0]):
                 worse, best = best[1] if best is not None else None, (step_s, entry, plan)
             if worse is not None:
                 self.discard(worse)
             if best is not None and self.as_graphs:
                 break  # what is recorded later in the same memory would make it larger for good
-            expected = self._reserved([p.chosen for p in known]) + room.fixed_bytes
-            missed = needed - expected if taken is not None else int(0.1 * budget)
             if best is None:
                 over = max(0, own + needed - budget)
                 self.corrected_bytes = max(self.corrected_bytes + int(0.01 * budget), missed + int(_HOLES * over))
-            elif not self._worthwhile(known, chosen_before, missed, room):
+            elif not self._worthwhile(known, asked, missed, room):
                 break
         if best is None:
-            assert budget is not None
-            raise refusal(budget, self._least(known, room), "the smallest step that was found")
+            assert budget is not None and self.least_seen is not None
+            raise refusal(budget, self.least_seen, "the smallest step that was tried")
         _, entry, self.plan = best
         if not self.plan.offloaded_bytes:  # what was only tried gives its room back
             self.reservation = entry.chooser.reservation = Reservation(self.device)
@@ -316,23 +328,31 @@ class CompiledForward:
         except PlanError:
             self.corrected_bytes = before
             return False
-        new = [_kept(p) for p in together]
         gained = sum(p.chosen.seconds for p in together) < _FASTER * sum(p.chosen.seconds for p in known)
-        return gained and new != asked
+        return gained and [p.kept for p in together] not in asked
+
+    def _next(self, known: list[Piece], room: Room, asked: list[Any], needed: int) -> list[Piece]:
+        """Choose again after a step that needed too much: with as much less as predictions missed; else smaller in
+        proportion, since what libraries take inside of an operation is not added to every peak."""
+        budget, left = self.settings.budget_bytes, self.budget(room)
+        assert budget is not None and left is not None and self.least_seen is not None
+        expected = self._reserved([p.chosen for p in known]) + room.fixed_bytes
+        share = (budget - room.own_bytes) / max(1, needed)
+        budgets = (left, int(_CLOSE * share * expected) - room.fixed_bytes)
+        found = smaller(known, budgets, asked, self.allocator, staying_first=self.device.type != "cuda")
+        if found is None:
+            raise refusal(budget, self.least_seen, "the smallest step that was tried")
+        return found
 
     def _together(self, known: list[Piece], room: Room) -> list[Piece]:
         """Choose again for pieces that are known."""
         if not known:
             return []
-        chosen, left = None, self.budget(room)
-        if self.device.type != "cuda":  # whose rates are too rough to say which is faster: a copy, or making it again
-            chosen = choose_all_reserved([p.frontier.without_copies() for p in known], left, self.allocator)
-        if chosen is None:
-            chosen = choose_all_reserved([p.frontier for p in known], left, self.allocator)
-        if chosen is None:
+        found = within(known, self.budget(room), self.allocator, staying_first=self.device.type != "cuda")
+        if found is None:
             assert self.settings.budget_bytes is not None
             raise refusal(self.settings.budget_bytes, self._least(known, room), "the smallest step that was found")
-        return [replace(piece, chosen=point) for piece, point in zip(known, chosen, strict=True)]
+        return found
 
     def _least(self, pieces: list[Piece], room: Room) -> int:
         """The smallest budget that would do, with what predictions were seen to miss."""
@@ -365,9 +385,7 @@ class CompiledForward:
         """What a step takes, with the optimizer's own."""
         trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         update_s = self.settings.optimizer.traffic_per_parameter * trained / self.rates.bytes_per_s
-        host_s, device_s = sum(p.host_s for p in points), sum(p.device_s for p in points)
-        more_s = host_and_device_s(host_s, device_s + update_s) - host_and_device_s(host_s, device_s)
-        return sum(p.seconds for p in points) + more_s
+        return seconds_of(points, update_s)
 
     def _plan(self, pieces: list[Piece], room: Room) -> CompiledPlan:
         own, update = room.own_bytes, room.update_bytes
@@ -425,17 +443,3 @@ def install_compiled_forward(
 def _not_traced(forward: CompiledForward, *args: Any, **kwargs: Any) -> Any:
     """A model that is compiled once more runs as it was planned."""
     return forward(*args, **kwargs)
-
-
-def _kept(piece: Piece) -> tuple[frozenset[int], tuple[Way, ...]]:
-    """What was chosen for a piece."""
-    return piece.chosen.saved, piece.chosen.ways
-
-
-def _calling(model: nn.Module) -> Callable[..., Any]:
-    """A function that calls a model, with its hooks; torch.compile does not trace a module's own call by itself."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    return call

@@ -12,18 +12,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.compiled.joint_graph import JointGraph, Rates
-from outcore.compiled.lifetimes import StepOfGraph
+from outcore.compiled.lifetimes import StepOfGraph, Way
 from outcore.compiled.offload_graphs import Copies
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.reserved import Allocator, choose_reserved
 from outcore.compiled.search import Frontier, search
+from outcore.compiled.times.host_times import host_and_device_s
 from outcore.compiled.torch_partitioner import Choice, Partition
 from outcore.errors import OutcoreError
 
-__all__ = ["Piece", "PieceChooser", "choice_of", "choose_all_reserved", "choose_together", "peak_of"]
+__all__ = [
+    "Piece",
+    "PieceChooser",
+    "choice_of",
+    "choose_all_reserved",
+    "choose_together",
+    "peak_of",
+    "smaller",
+    "within",
+]
 
 _COUNTABLE = 4096
 _BLOCK = 512
@@ -46,6 +56,11 @@ class Piece:
         """The step that torch.compile would take by itself, or a faster one."""
         return self.frontier.points[0]
 
+    @property
+    def kept(self) -> tuple[frozenset[int], tuple[Way, ...]]:
+        """What was chosen for it."""
+        return self.chosen.saved, self.chosen.ways
+
 
 def peak_of(points: Sequence[StepOfGraph]) -> int:
     """What the pieces hold at most when each runs as chosen."""
@@ -54,6 +69,18 @@ def peak_of(points: Sequence[StepOfGraph]) -> int:
         most = max(most, before + point.peak_bytes)
         before += point.forward_bytes
     return most
+
+
+def seconds_of(points: Sequence[StepOfGraph], update_s: float = 0.0) -> float:
+    """What a step takes.
+
+    Args:
+        points: its pieces.
+        update_s: of the device, for the optimizer's own step.
+    """
+    host_s, device_s = sum(p.host_s for p in points), sum(p.device_s for p in points)
+    more_s = host_and_device_s(host_s, device_s + update_s) - host_and_device_s(host_s, device_s)
+    return sum(p.seconds for p in points) + more_s
 
 
 def choose_together(frontiers: Sequence[Frontier], budget_bytes: int | None) -> list[StepOfGraph] | None:
@@ -99,6 +126,52 @@ def choose_all_reserved(
     if budget_bytes is None or allocator is None:
         return choose_together(frontiers, budget_bytes)
     return choose_reserved(lambda room: choose_together(frontiers, room), peak_of, allocator.overhead, budget_bytes)
+
+
+def within(
+    known: Sequence[Piece], budget_bytes: int | None, allocator: Allocator | None, *, staying_first: bool
+) -> list[Piece] | None:
+    """Pieces with what is chosen for them within a budget; none if there is no such choice.
+
+    Args:
+        known: the pieces.
+        budget_bytes: for all.
+        allocator: of a device where reserved memory counts.
+        staying_first: let values leave the device only if nothing else is within the budget, where rates are too rough
+            to say which is faster, a copy or making it again.
+    """
+    chosen = None
+    if staying_first:
+        chosen = choose_all_reserved([p.frontier.without_copies() for p in known], budget_bytes, allocator)
+    if chosen is None:
+        chosen = choose_all_reserved([p.frontier for p in known], budget_bytes, allocator)
+    return None if chosen is None else [replace(p, chosen=point) for p, point in zip(known, chosen, strict=True)]
+
+
+def smaller(
+    known: Sequence[Piece],
+    budgets: Sequence[int],
+    asked: Sequence[object],
+    allocator: Allocator | None,
+    *,
+    staying_first: bool,
+) -> list[Piece] | None:
+    """The first choice that was not tried: of those within some budgets, in their order, then the smallest of all,
+    before which nothing is refused; none if all were tried.
+
+    Args:
+        known: the pieces.
+        budgets: to choose for.
+        asked: what was kept of all pieces in choices that were tried.
+        allocator: as in `within`.
+        staying_first: as in `within`.
+    """
+    for budget in budgets:
+        found = within(known, budget, allocator, staying_first=staying_first)
+        if found is not None and [p.kept for p in found] not in asked:
+            return found
+    least = [replace(p, chosen=p.frontier.least) for p in known]
+    return least if [p.kept for p in least] not in asked else None
 
 
 def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGraph] | None:

@@ -23,10 +23,11 @@ import torch
 
 from outcore.cost.measured.launch_count import issue_of
 from outcore.machine.probe_cuda import measure_cuda_dispatch
+from outcore.ops.registry import aten_kind
 
 __all__ = ["BUFFER", "ENTER", "LAUNCH", "PARAMETER", "WAY", "host_and_device_s", "library_work", "simple_operation_s"]
 
-LAUNCH = 2.0
+LAUNCH = 1.6
 """A generated kernel."""
 BUFFER = 0.25
 """Memory that is taken, and given back."""
@@ -36,8 +37,11 @@ ENTER = 60.0
 """Entering the compiled forward and backward: guards, wrappers, autograd's function, the thread of the backward."""
 WAY = 16.0
 """Of a value that leaves: four operations that are written in Python, with their events."""
-_LIBRARY = 1.1
-"""A library's operation from Inductor's code, over the same in a module."""
+_PRODUCT, _SEARCHED, _LOWERED = 2.3, 1.28, 0.5
+"""A matrix product; a convolution or attention, over the same in a module, which looks for an algorithm and launches
+several kernels; what is no library's operation to Inductor, but a part of its kernels."""
+_LEAST_SEARCHED = 4.0
+"""The work of launching such an operation in a module is more than this."""
 _NORM = 8
 _TRIES = 3
 
@@ -55,7 +59,10 @@ def library_work(target: Any) -> float:
     Args:
         target: of a node.
     """
-    return _LIBRARY * issue_of(target)
+    if aten_kind(str(getattr(target, "_opname", ""))) in ("matrix product", "linear"):
+        return _PRODUCT
+    work = issue_of(target)
+    return _SEARCHED * work if work > _LEAST_SEARCHED else _LOWERED
 
 
 def host_and_device_s(host_s: float, device_s: float) -> float:
