@@ -70,6 +70,8 @@ def within(
 ) -> Any:
     """Make a Keras model on TensorFlow train within a memory budget; returns the same model.
 
+    Under a budget a plan is tried before it is taken: two steps on zeros, without an update.
+
     Args:
         model: a functional or sequential Keras model, built.
         args: the inputs of a call, or their shapes, with the batch size it will be trained with.
