@@ -10,7 +10,7 @@ function. So the search is over segments:
    again.
 3. The cheapest is traced, and its peak read off TensorFlow's graph of it (`graph_memory`). If that is above the budget,
    the estimate was too low by so much, and the next is tried with this known.
-4. One that fits is run twice on zeros (`trial`), which counts the scratch memory of kernels and the order of threads. A
+4. One that fits is run twice on zeros (`traced.run_peak`), which counts scratch memory and the order of threads. A
    peak above the budget is taken as one that was read off too low.
 
 What no plan can lower is refused with the smallest peak that was found.

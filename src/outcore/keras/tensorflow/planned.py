@@ -70,6 +70,8 @@ def within(
 ) -> Any:
     """Make a Keras model on TensorFlow train within a memory budget; returns the same model.
 
+    Under a budget a plan is tried before it is taken: two steps on zeros, without an update.
+
     Args:
         model: a functional or sequential Keras model, built.
         args: the inputs of a call, or their shapes, with the batch size it will be trained with.
@@ -177,8 +179,12 @@ class _Tracing:
         return graph_memory(self.function(segments).graph, self.standing).peak_bytes
 
     def run(self, segments: tuple[Segment, ...]) -> int | None:
-        """Measured, with what stands throughout."""
-        found = run_peak(self.model, self.specs, self.function(segments))
+        """Measured, with what stands throughout; twice the prediction where the device has no room for it."""
+        tf = importlib.import_module("tensorflow")
+        try:
+            found = run_peak(self.model, self.specs, self.function(segments))
+        except tf.errors.ResourceExhaustedError:
+            return 2 * self.peak(segments)
         return None if found is None else found + sum(self.standing)
 
 
