@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +113,12 @@ def in_small_disk() -> Iterator[list[str]]:
 def test_tables_say_that_the_disk_is_full(tmp_path: Path) -> None:
     """/dev/full is a file that can be opened and takes nothing."""
     with ResultsFolder(tmp_path / "out", {}) as folder:
-        for name, write in (
-            ("results.csv", lambda: folder.add({"path": "a.tif", "class": 1})),
-            ("failed.csv", lambda: folder.fail(SlideInput(tmp_path, "a.tif", "a"), "broken")),
-            (".row.csv.new", lambda: replace_text(tmp_path / "out" / "row.csv", "path")),
-        ):
+        writes: dict[str, Callable[[], None]] = {
+            "results.csv": lambda: folder.add({"path": "a.tif", "class": 1}),
+            "failed.csv": lambda: folder.fail(SlideInput(tmp_path, "a.tif", "a"), "broken"),
+            ".row.csv.new": lambda: replace_text(tmp_path / "out" / "row.csv", "path"),
+        }
+        for name, write in writes.items():
             (tmp_path / "out" / name).symlink_to("/dev/full")
             with pytest.raises(FullDiskError, match="the disk of the output is full; make room"):
                 write()

@@ -169,7 +169,8 @@ def _phases(p: Profile) -> str:
 
 def _categories(p: Profile) -> str:
     held = p.memory.at_peak
-    parts = [(f.name.replace("_", " "), getattr(held, f.name)) for f in fields(held)]
+    named = {"state": "optimizer state", "feature_gradients": "gradients of feature maps"}
+    parts = [(named.get(f.name, f.name.replace("_", " ")), getattr(held, f.name)) for f in fields(held)]
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
 
 
