@@ -1,6 +1,6 @@
 """Makes the pictures of `outcore explore` in docs/pictures anew: two exported pages, photographed panel by panel.
 
-    python docs/make_pictures.py [FOLDER [PAGE]]        (about two minutes on two cores)
+    python docs/make_pictures.py [FOLDER [PAGE]]        (about five minutes on two cores)
 
 The jobs are here, so that anyone gets the same pages: a ResNet-50 that fits a device, and a U-Net that does not. A
 browser without a window opens them (chromium, chromedriver and selenium are needed). The pictures of a live page,
@@ -88,7 +88,7 @@ optimizer = torch.optim.Adam
 
 
 def model():
-    return UNet(3, 2, width=32)
+    return UNet(3, 2, width=64)
 
 
 def batch(size):
@@ -116,7 +116,7 @@ def export(folder: Path, name: str, text: str) -> Path:
     """The page of a job, as a file."""
     (folder / f"{name}.py").write_text(text, encoding="utf-8")
     page = folder / f"{name}.html"
-    words = ["explore", f"{name}.py", "--on", "a100-40gb", "--seconds", "12", "--export", page.name]
+    words = ["explore", f"{name}.py", "--on", "a100-40gb", "--seconds", "120", "--export", page.name]
     subprocess.run([sys.executable, "-m", "outcore", *words], cwd=folder, check=True)
     return page
 
