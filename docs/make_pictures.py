@@ -1,6 +1,6 @@
 """Makes the pictures of `outcore explore` in docs/pictures anew: two exported pages, photographed panel by panel.
 
-    python docs/make_pictures.py [FOLDER]
+    python docs/make_pictures.py [FOLDER [PAGE]]        (about five minutes on two cores)
 
 The jobs are here, so that anyone gets the same pages: a ResNet-50 that fits a device, and a U-Net that does not. A
 browser without a window opens them (chromium, chromedriver and selenium are needed). The pictures of a live page,
@@ -88,7 +88,7 @@ optimizer = torch.optim.Adam
 
 
 def model():
-    return UNet(3, 2, width=32)
+    return UNet(3, 2, width=64)
 
 
 def batch(size):
@@ -116,7 +116,7 @@ def export(folder: Path, name: str, text: str) -> Path:
     """The page of a job, as a file."""
     (folder / f"{name}.py").write_text(text, encoding="utf-8")
     page = folder / f"{name}.html"
-    words = ["explore", f"{name}.py", "--on", "a100-40gb", "--seconds", "40", "--export", page.name]
+    words = ["explore", f"{name}.py", "--on", "a100-40gb", "--seconds", "120", "--export", page.name]
     subprocess.run([sys.executable, "-m", "outcore", *words], cwd=folder, check=True)
     return page
 
@@ -139,8 +139,8 @@ def photograph(driver: Any, page: Path, panel: str, picture: Path, before: str) 
     driver.save_screenshot(str(picture))
 
 
-def main(folder: Path) -> None:
-    """Take all pictures."""
+def main(folder: Path, only: str = "") -> None:
+    """Take all pictures, or those of one page."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -149,14 +149,14 @@ def main(folder: Path) -> None:
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1440,900"):
         options.add_argument(flag)
     with tempfile.TemporaryDirectory() as work:
-        pages = {name: export(Path(work), name, text) for name, text in PAGES.items()}
+        pages = {name: export(Path(work), name, text) for name, text in PAGES.items() if only in ("", name)}
         driver = webdriver.Chrome(options=options, service=Service(str(shutil.which("chromedriver"))))
         try:
             driver.execute_cdp_cmd(
                 "Emulation.setDeviceMetricsOverride",
                 {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False},
             )
-            for page, panel, picture, before in SHOTS:
+            for page, panel, picture, before in (shot for shot in SHOTS if shot[0] in pages):
                 photograph(driver, pages[page], panel, folder / f"{picture}.png", before)
                 print(f"wrote {folder / picture}.png")
         finally:
@@ -164,4 +164,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES, *sys.argv[2:])

@@ -7,13 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from outcore.errors import FullDiskError
 from outcore.infer.disk_array import DiskArray
+from outcore.infer.results import ResultsFolder, replace_text
+from outcore.infer.slides import SlideInput
 from tests.foreign.sample import sometimes
 from tests.infer.slides import infer, write_work
 
@@ -106,6 +109,21 @@ def in_small_disk() -> Iterator[list[str]]:
     ):
         pytest.skip("no disk of one's own can be mounted here")
     yield told
+
+
+def test_tables_say_that_the_disk_is_full(tmp_path: Path) -> None:
+    """/dev/full is a file that can be opened and takes nothing."""
+    with ResultsFolder(tmp_path / "out", {}) as folder:
+        writes: dict[str, Callable[[], None]] = {
+            "results.csv": lambda: folder.add({"path": "a.tif", "class": 1}),
+            "failed.csv": lambda: folder.fail(SlideInput(tmp_path, "a.tif", "a"), "broken"),
+            ".row.csv.new": lambda: replace_text(tmp_path / "out" / "row.csv", "path"),
+        }
+        for name, write in writes.items():
+            (tmp_path / "out" / name).symlink_to("/dev/full")
+            with pytest.raises(FullDiskError, match="the disk of the output is full; make room"):
+                write()
+    assert not (tmp_path / "out" / ".row.csv.new").is_symlink()
 
 
 @sometimes

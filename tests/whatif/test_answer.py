@@ -38,6 +38,13 @@ def test_where_the_device_sets_the_pace_a_faster_host_gains_nothing() -> None:
     assert host == pytest.approx(1.0, abs=0.05) and free > 1.2 and 0.9 < batch < 1.2
 
 
+def test_a_budget_may_be_a_share_of_what_the_step_holds() -> None:
+    found = outcore.whatif.ask(images(), ["within=80%", "batch=8+within=80%"], device=V100)
+    plain = record_setup(TrainingSetup(images(), 8), V100).peak_bytes
+    for answer, whole in zip(found.answers, (found.base.peak_bytes, plain), strict=True):
+        assert 0.4 * whole < answer.peak_bytes <= 0.8 * whole
+
+
 def test_techniques_join() -> None:
     alone = gains(["graphs", "fused", "graphs+fused"])
     assert alone[2] >= max(alone[:2]) * 0.999

@@ -35,7 +35,9 @@ def explore(
         typer.Option("--machine", "--on", help="h200, 4xa100 or a machine's JSON file.", show_default="this machine"),
     ] = None,
     devices: Annotated[int | None, typer.Option("--devices", "-n", min=1, help="Also plan for so many.")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Budget to begin with, e.g. 8GiB.")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", "-m", help="Budget to begin with: 8GiB, or 50% of a plain step's.")
+    ] = None,
     measured: Annotated[
         bool, typer.Option("--measure/--estimate", help="Run every block alone on this machine, or run nothing.")
     ] = False,
@@ -59,13 +61,14 @@ def explore(
 
         outcore explore runs/first      (the job of a run, and the run itself while it goes on)
     """
+    from outcore.cli.one_device import plain_bytes
     from outcore.explore.parts import ExploreSettings, explore_bundle
     from outcore.job import Job
-    from outcore.machine import parse
-    from outcore.machine.units import parse_bytes
+    from outcore.machine import known, parse
+    from outcore.machine.units import parse_budget
 
     if memory:
-        parse_bytes(memory)  # what is no size is refused before a page is served
+        parse_budget(memory, 2**40)  # what is no size is refused before a page is served
     if machine:
         parse(machine)
     base = ExploreSettings(job)
@@ -75,6 +78,11 @@ def explore(
         base = settings_of_run(Path(job))
     elif ":" not in job and not Path(job).is_file():
         Job.load(job)  # which says what is missing
+    if memory and memory.strip().endswith("%"):
+        found = Job.load(base.job, inputs=inputs or base.inputs, arguments=arguments or base.arguments)
+        with working("looking at a plain step", quiet=json):
+            whole = plain_bytes(found, parse(machine) if machine else known(), batch)
+        memory = str(parse_budget(memory, whole))
     given = {"batch": batch, "devices": devices, "memory": memory, "run": str(run) if run is not None else None}
     settings = replace(
         base,

@@ -17,18 +17,33 @@ what is read from (slide, weights, job) never.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from outcore.data.opening import is_zarr
-from outcore.errors import DataError, OutcoreError
+from outcore.errors import DataError, FullDiskError, OutcoreError
 
-__all__ = ["Partial", "check_free", "check_not_read"]
+__all__ = ["Partial", "check_free", "check_not_read", "full_disk_named"]
+
+
+@contextlib.contextmanager
+def full_disk_named() -> Iterator[None]:
+    """A full disk in one sentence. What was written stays: this is outside of what removes it after a refusal."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise FullDiskError(
+            "the disk of the output is full; make room and run the same command again, which goes on from what was "
+            "written, or say another -o"
+        ) from error
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:

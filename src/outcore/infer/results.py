@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from outcore.errors import DataError
+from outcore.infer.partial import full_disk_named
 from outcore.infer.slides import SlideInput
 
 __all__ = ["ResultsFolder", "result_row"]
@@ -84,7 +85,7 @@ class ResultsFolder:
             columns = self.columns
         new = not self.columns
         self.columns = columns
-        with (self.path / "results.csv").open("a", newline="", encoding="utf-8") as file:
+        with full_disk_named(), (self.path / "results.csv").open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="", lineterminator="\n")
             if new:
                 writer.writeheader()
@@ -95,7 +96,7 @@ class ResultsFolder:
         """List a slide that could not be run."""
         file_path = self.path / "failed.csv"
         new = not file_path.exists()
-        with file_path.open("a", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with full_disk_named(), file_path.open("a", newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows([*([["path", "reason"]] if new else []), [slide.given, reason]])
 
@@ -152,5 +153,11 @@ class ResultsFolder:
 def replace_text(path: Path, text: str) -> None:
     """Write a file aside and rename it."""
     aside = path.with_name(f".{path.name}.new")
-    aside.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
-    aside.replace(path)
+    try:
+        with full_disk_named():
+            aside.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+            aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise

@@ -6,12 +6,10 @@ images is planned once.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +20,11 @@ import torch
 from outcore.data import Batch, Slide, open_slide
 from outcore.data.limits import limits
 from outcore.data.slide import OnDamage
-from outcore.errors import DataError, FullDiskError
+from outcore.errors import DataError
 from outcore.infer.fit import Fitted, bound_cache, decoding_bytes, fit
 from outcore.infer.network import InferNetwork
 from outcore.infer.one_slide import MapOutputs, Report, class_scores, infer_map
+from outcore.infer.partial import full_disk_named
 from outcore.infer.process_memory import ProcessMemory
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.train.run_folder.trained import read_image
@@ -90,7 +89,7 @@ class SlideRunner:
     ) -> dict[str, Any]:
         """Run the network; the results as a row. `outputs` is asked for only where there is a map."""
         start = time.perf_counter()
-        with torch.no_grad(), ProcessMemory() as held, _full_disk_named():
+        with torch.no_grad(), ProcessMemory() as held, full_disk_named():
             if opened.fitted.is_map:
                 about = {"slide": _stamp(opened.path), "weights": self._digest}
                 row = infer_map(
@@ -129,20 +128,6 @@ class SlideRunner:
                 f"{slide.name} is read whole, because the run resizes its images: that takes {format_bytes(taken)} of "
                 f"--memory {self.memory}; give more, or a coarser --level"
             )
-
-
-@contextlib.contextmanager
-def _full_disk_named() -> Iterator[None]:
-    """A full disk in one sentence. What was written stays: this is outside of what removes it after a refusal."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise FullDiskError(
-            "the disk of the output is full; make room and run the same command again, which goes on from what was "
-            "written, or say another -o"
-        ) from error
 
 
 def _stamp(path: Path) -> list[Any]:

@@ -41,19 +41,24 @@ class ProfileView:
         p = self.profile
         grid = Table.grid(padding=(0, 2))
         share = p.memory.peak_bytes / p.device.memory_bytes
-        source = "measured blocks" if p.step.source == "measured" else p.step.source
+        measured = p.step.source == "measured"
+        source = "from measured blocks" if measured else "estimated" if p.step.source == "analytic" else p.step.source
+        between = "from the fastest to the slowest runs" if measured else "in four cases of five"
         grid.add_row("job", f"{p.job}, batch {p.size}, on {p.device.name}")
         low, high = map(format_time, p.step.interval_s)
-        grid.add_row("step", f"{format_time(p.step.step_s)}, {low} to {high} ({source}): {_phases(p)}")
+        grid.add_row("step", f"{format_time(p.step.step_s)}, {source} ({low} to {high} {between}): {_phases(p)}")
         grid.add_row("throughput", f"{p.per_second:,.2f} samples/s, device busy {p.busy_share:.0%}")
         memory = f"{format_bytes(p.memory.peak_bytes)} of {format_bytes(p.device.memory_bytes)}"
         style = "" if p.fits else "bold red"
-        grid.add_row("peak memory", Text(f"{memory} ({share:,.0%}){'' if p.fits else ': does not fit'}", style=style))
+        part = f"{share:,.0%}" if share >= 0.01 else "below 1%"
+        grid.add_row("peak memory", Text(f"{memory} ({part}){'' if p.fits else ': does not fit'}", style=style))
         grid.add_row("at the peak", _categories(p))
         rate = format_rate(p.flops / p.step.step_s, "FLOP/s")
         grid.add_row("matrix work", f"{format_rate(p.flops, 'FLOP')} per step, {rate}")
         for found in p.precisions:
-            words = f"{found.peak_share:.0%} of the peak over the step, {found.busy_peak_share:.0%} while at it"
+            words = (
+                f"{found.peak_share:.0%} of the device's rate over the step, {found.busy_peak_share:.0%} while at it"
+            )
             grid.add_row(f"  in {found.name}", f"{format_rate(found.flops, 'FLOP')}, {words}")
         if p.device.kind == "cuda":
             grid.add_row("tensor cores", f"busy {p.matrix_unit_share:.0%} of the step if at full rate")
@@ -164,7 +169,8 @@ def _phases(p: Profile) -> str:
 
 def _categories(p: Profile) -> str:
     held = p.memory.at_peak
-    parts = [(f.name.replace("_", " "), getattr(held, f.name)) for f in fields(held)]
+    named = {"state": "optimizer state", "feature_gradients": "gradients of feature maps"}
+    parts = [(named.get(f.name, f.name.replace("_", " ")), getattr(held, f.name)) for f in fields(held)]
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
 
 

@@ -263,7 +263,7 @@ class SizePlot {
       const from = over === 0 ? x.min : crossing(memory[over - 1], memory[over], capacity);
       plot.add("rect", { class: "forbidden", x: plot.px(from), width: Math.max(0, plot.px(x.max) - plot.px(from)), y: plot.top, height: plot.height - plot.top - plot.bottom });
     }
-    plot.path(memory.map(([s, m]) => [s, Math.min(m, tops)]), "series memory");
+    plot.path(upTo(memory, tops), "series memory");
     const held = plot.py(Math.min(memory.at(-1)[1], tops));
     plot.y = left;
     plot.area(rates, "fill rate");
@@ -321,4 +321,11 @@ function commandText(store, name) {
   const memory = bytes >= 2 ** 30 ? `${Number((bytes / 2 ** 30).toFixed(2))}GiB` : `${Math.ceil(bytes / 2 ** 20)}MiB`;
   const text = store.image === null || (!store.data.about.image && store.image === store.data.sizes?.own[1]) ? command.text.replace(" --image {image}", "") : command.text.replace("{image}", store.image);
   return text.replace("{batch}", store.batch).replace("{memory}", memory);
+}
+
+/** A rising curve as far as a height: it ends there, and does not go on level. */
+function upTo(points, most) {
+  const over = points.findIndex(([, y]) => y > most);
+  if (over <= 0) return over < 0 ? points : [];
+  return [...points.slice(0, over), [crossing(points[over - 1], points[over], most), most]];
 }
