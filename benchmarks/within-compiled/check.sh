@@ -8,7 +8,7 @@ logs=$(mktemp -d)
 timeout "$seconds" python benchmarks/within-compiled/graph_memory.py --out "$out" >"$logs/graphs.log" 2>&1 &
 timeout "$seconds" python benchmarks/within-compiled/predicted_times.py --out "$out/predicted.jsonl" --processes 5 \
     >"$logs/predicted.log" 2>&1 &
-for name in choices forward offload search wrapped discard node_times fused_times; do
+for name in choices forward offload search wrapped discard node_times fused_times host_times reserved; do
     timeout "$seconds" python -m pytest "tests/compiled/test_$name.py" -m "not gpu and not slow" --show-capture=no \
         -p no:cacheprovider >"$logs/test_$name.log" 2>&1 &
 done
