@@ -31,7 +31,9 @@ __all__ = ["Choice", "choose"]
 
 _SIZES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Into how many segments, about, the saved bytes are cut."""
-_TRIES = 7
+_TRIES = 9
+_LAST = 2
+"""Of the tries, those that recompute all they can, where nothing else has fitted."""
 _MARGIN = 0.97
 """Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
 
@@ -174,7 +176,9 @@ def choose(
     allowed_bytes = int(_MARGIN * budget_bytes)
     estimate = _Estimate(calls, facts)
     aim, smallest, tried = float(allowed_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
+        if number >= _TRIES - _LAST:
+            aim = 0.0
         found = sorted(_candidates(estimate, aim), key=lambda c: (c[1] > aim, c[0] if c[1] <= aim else c[1]))
         fresh = [c for c in found if c[2] not in tried]
         if not fresh:
@@ -189,5 +193,6 @@ def choose(
             smallest = Choice(segments, work, peak)
         if fits and peak <= budget_bytes:
             return Choice(segments, work, peak), smallest
-        aim = min(aim, guess) * max(0.5, min(0.95, (allowed_bytes - standing_bytes) / (peak - standing_bytes)))
+        least = 0.8 if fits else 0.95  # what is not in the graph hardly falls with the estimate
+        aim = min(aim, guess) * max(0.5, min(least, (allowed_bytes - standing_bytes) / (peak - standing_bytes)))
     return None, smallest
