@@ -76,14 +76,14 @@ def small() -> Any:
     keras.utils.set_random_seed(0)
     x = given = keras.Input((16, 16, 3))
     for _ in range(3):
-        x = L.Dropout(0.2)(L.BatchNormalization()(L.Conv2D(4, 1, activation="relu")(x)))  # wider kernels unfold images
+        x = L.Dropout(0.2)(L.BatchNormalization()(L.Conv2D(4, 3, padding="same", activation="relu")(x)))
     return keras.Model(given, L.Dense(3)(L.GlobalAveragePooling2D()(x)))
 
 
 def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
-    model = outcore.within(small(), [(4, 16, 16, 3)], memory="95%", quiet=True)
+    model = outcore.within(small(), [(4, 16, 16, 3)], memory="85%", quiet=True)
     plan = outcore.memory_plan(model)
-    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.95 * plan.plain_bytes
+    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.85 * plan.plain_bytes
     assert same(fitted(small()), fitted(model), 1e-10)
     outcore.release(model)
     assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__
