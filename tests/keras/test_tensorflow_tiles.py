@@ -152,9 +152,9 @@ def test_an_image_of_8192_pixels_in_tiles(build: Any, backend: str) -> None:
     kept = slice(margin // factor, (margin + side) // factor)
     small = window((side + 2 * margin) // factor, kept.start, kept.stop)
     want, gradients = step(model, crop, tf.constant(small))
-    inside, tile = slice(first // factor, last // factor), 1024 // factor
+    inside, tile = slice(first // factor, last // factor), 1024
     if backend == "tensorflow":
-        outcore.keras.stream(model, tile=tile)
+        outcore.keras.stream(model, tile=tile // factor)  # of the output; below, of the input
         with tf.GradientTape() as tape:
             out = model(tf.constant(x), training=True)
             loss = tf.reduce_sum(tf.square(out[:, inside, inside]))

@@ -31,7 +31,11 @@ __all__ = ["Choice", "choose"]
 
 _SIZES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Into how many segments, about, the saved bytes are cut."""
-_TRIES = 7
+_TRIES = 9
+_SMALL_BYTES = 256 * 1024
+"""What a run may take above 97 % of the budget, however small that is: constants that TensorFlow makes of a graph."""
+_LAST = 2
+"""Of the tries, those that recompute all they can, where nothing else has fitted."""
 _MARGIN = 0.97
 """Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
 
@@ -167,27 +171,36 @@ def choose(
     plain = Choice((Segment(0, len(calls.calls)),), 0.0, facts.memory.peak_bytes)
     if budget_bytes is None:
         return plain, plain
+    allowed_bytes = int(_MARGIN * budget_bytes)
+    limit_bytes = max(budget_bytes, allowed_bytes + _SMALL_BYTES)
     if plain.peak_bytes <= budget_bytes:
-        plain = replace(plain, peak_bytes=max(plain.peak_bytes, run_peak(plain.segments) or 0))
+        plain = _run(plain, run_peak, limit_bytes)
         if plain.peak_bytes <= budget_bytes:
             return plain, plain
-    allowed_bytes = int(_MARGIN * budget_bytes)
     estimate = _Estimate(calls, facts)
     aim, smallest, tried = float(allowed_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
+        if number >= _TRIES - _LAST:
+            aim = 0.0
         found = sorted(_candidates(estimate, aim), key=lambda c: (c[1] > aim, c[0] if c[1] <= aim else c[1]))
         fresh = [c for c in found if c[2] not in tried]
         if not fresh:
             break
         work, guess, segments = fresh[0]
-        peak = traced_peak(segments)
-        fits = peak <= allowed_bytes
-        if fits:
-            peak = max(peak, run_peak(segments) or 0)
-        tried[segments] = peak
+        made = Choice(segments, work, traced_peak(segments))
+        fits = made.peak_bytes <= allowed_bytes
+        made = _run(made, run_peak, limit_bytes) if fits else made
+        tried[segments] = peak = made.peak_bytes
         if peak < smallest.peak_bytes:
-            smallest = Choice(segments, work, peak)
+            smallest = made
         if fits and peak <= budget_bytes:
-            return Choice(segments, work, peak), smallest
-        aim = min(aim, guess) * max(0.5, min(0.95, (allowed_bytes - standing_bytes) / (peak - standing_bytes)))
+            return made, smallest
+        least = 0.8 if fits else 0.95  # what is not in the graph hardly falls with the estimate
+        aim = min(aim, guess) * max(0.5, min(least, (allowed_bytes - standing_bytes) / (peak - standing_bytes)))
     return None, smallest
+
+
+def _run(choice: Choice, run_peak: Callable[[tuple[Segment, ...]], int | None], limit_bytes: int) -> Choice:
+    """A choice with the peak that it was seen to have, where that is above the limit."""
+    seen = run_peak(choice.segments) or 0
+    return replace(choice, peak_bytes=max(choice.peak_bytes, seen)) if seen > limit_bytes else choice

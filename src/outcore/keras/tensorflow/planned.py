@@ -108,9 +108,9 @@ def within(
         if tried > 1:  # the part that is cut out, and the sums of gradients
             standing += [*(_bytes(spec) for spec in part), *(_size(v) for v in model.trainable_variables)]
         facts = step_facts(keras, model, part, calls, standing)
-        targets = _target_bytes(keras, model, calls, facts)
-        facts = replace(facts, memory=replace(facts.memory, peak_bytes=facts.memory.peak_bytes + tried * targets))
-        standing.append(tried * targets)
+        loss = _loss_bytes(keras, model, calls, facts)
+        facts = replace(facts, memory=replace(facts.memory, peak_bytes=facts.memory.peak_bytes + tried * loss))
+        standing.append(tried * loss)
         plain = plain or facts.memory.peak_bytes
         if share is not None:
             budget, share = int(share * plain), None
@@ -188,9 +188,9 @@ class _Tracing:
         return None if found is None else found + sum(self.standing)
 
 
-def _target_bytes(keras: Any, model: Any, calls: Calls, facts: StepFacts) -> int:
-    """What targets as large as the loss asks for take."""
-    sizes: list[int] = []
+def _loss_bytes(keras: Any, model: Any, calls: Calls, facts: StepFacts) -> int:
+    """What targets as large as the loss asks for take, and what it makes of them and the outputs: one of their size."""
+    sizes = [_bytes(spec) for spec in facts.outputs.values()]
 
     def size(made: Any, shape: Sequence[int], whole: bool) -> None:
         sizes.append(math.prod(shape) * (8 if whole else int(made.dtype.size)))
