@@ -108,6 +108,7 @@ def simulated(*words: str) -> dict[str, float]:
     rows = [dict(zip(timeline["fields"], event, strict=True)) for event in timeline["events"]]
     computing = [row["end_s"] - row["start_s"] for row in rows if row["rank"] == 0 and row["stream"] == "compute"]
     peak = Timeline.from_json(timeline).peak_bytes[0]
+    assert Timeline.from_json(timeline).memory[0].bytes[-1] > 1  # weights stay
     return {"end": max(row["end_s"] for row in rows), "compute": sum(computing), "peak": peak}
 
 

@@ -39,6 +39,8 @@ def test_the_frontier_begins_with_plain_training_and_goes_down(table: PlanTable)
     for point in points:
         held = [m["peak_bytes"] for m in point["timeline"]["memory"]]
         assert held == [pytest.approx(point["peak_bytes"], rel=1e-6)]
+        weights = sum(table.shown.costs.parameters.values())  # they stay when backward is over
+        assert point["timeline"]["memory"][0]["bytes"][-1] >= weights > 1
         kinds = {row[2] for row in point["timeline"]["events"]}
         assert {point["timeline"]["kinds"][k] for k in kinds} >= {"forward", "backward"}
 

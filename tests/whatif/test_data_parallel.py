@@ -111,7 +111,7 @@ def test_what_makes_no_sense_is_refused(gpus: list[int], how: str) -> None:
 
 
 def test_a_pipeline_updates_its_weights_too() -> None:
-    job = images(8)
+    job = images(2)
     step_s = {}
     for optimizer in (None, torch.optim.Adam):
         asked = scale_out(replace(job, optimizer=optimizer), [2], FAST, device=V100, strategies=("gpipe",))

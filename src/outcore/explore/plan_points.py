@@ -209,7 +209,7 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
             where = [event.rank, STREAMS.index(event.stream), kinds.setdefault(event.kind, len(kinds))]
             rows.append([*where, name, round(event.start_s * 1e6, 2), round(length * 1e6, 2), event.bytes, event.stage])
     curves = [(list(m.times_s), list(m.bytes), m.peak_bytes) for m in timeline.memory]
-    if model is not None and curves and curves[0][1] and not curves[0][1][-1]:
+    if model is not None and curves and curves[0][1]:
         curves[0][1][-1] = model.plain.moments[-1].bytes.total  # the update comes after the script's last action
     return {
         "streams": STREAMS,
