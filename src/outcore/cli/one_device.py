@@ -150,8 +150,8 @@ def simulate_on_one_device(
     rest_s = max(0.0, plain.step.step_s - step.keeping.plain_s)
     start_s, end_s = timeline.step_s + min(plain.step.wait_s, rest_s), timeline.step_s + rest_s
     beside = Event(0, COMPUTE, "step", "loss and update", start_s, end_s, stage=0)
-    held = timeline.memory[0]
-    memory = replace(held, bytes=(*held.bytes[:-1], int(step.outcome.curve[-1])))  # while the update is made
+    rank = timeline.memory[0]
+    memory = replace(rank, bytes=(*rank.bytes[:-1], int(step.outcome.curve[-1])))  # while the update is made
     return replace(timeline, name=made.arrangement, events=(*timeline.events, beside), memory=(memory,))
 
 
