@@ -254,7 +254,7 @@ class SizePlot {
     const rates = cells.map(([size, cell]) => [size, rate(size, cell)]), memory = cells.map(([size, cell]) => [size, cell.peak_bytes]);
     const most = Math.max(...rates.map(([, r]) => r)) * 1.12, capacity = store.budget ?? store.capacity;
     const x = { min: this.sizes[0], max: this.sizes.at(-1), log: true, ticks: this.sizes, format: number, title: "" };
-    const tops = Math.max(capacity * 1.15, Math.min(Math.max(...memory.map(([, m]) => m)), capacity * 2));
+    const tops = Math.max(capacity * 1.15, memory[0][1] * 1.1, Math.min(Math.max(...memory.map(([, m]) => m)), capacity * 2));
     plot.begin(x, { min: 0, max: most, format: (v) => rateText(v), ticks: niceTicks(0, most, 5) });
     const left = plot.y;
     plot.y = { min: 0, max: tops };
