@@ -179,8 +179,13 @@ class _Tracing:
         return graph_memory(self.function(segments).graph, self.standing).peak_bytes
 
     def run(self, segments: tuple[Segment, ...]) -> int | None:
-        """Measured, with what stands throughout; twice the prediction where the device has no room for it."""
+        """Measured, with what stands throughout; twice the prediction where the device has no room for it.
+
+        Not in float64, whose convolutions on a CPU unfold all images of a batch at once: there it is a prediction.
+        """
         tf = importlib.import_module("tensorflow")
+        if any(v.dtype == "float64" for v in self.model.trainable_variables):
+            return None
         try:
             found = run_peak(self.model, self.specs, self.function(segments))
         except tf.errors.ResourceExhaustedError:

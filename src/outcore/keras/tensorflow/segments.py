@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,8 @@ def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, stat
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
-        with record.stop_recording():  # an eager tape would keep what the segment makes, until backward
+        eager = tf.executing_eagerly()
+        with record.stop_recording() if eager else nullcontext():  # a tape would keep all of the segment until backward
             results = pure(arguments)
 
         def backward(*gradients: Any) -> list[Any]:
