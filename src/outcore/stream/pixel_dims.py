@@ -25,7 +25,6 @@ _BY_PIXEL = {
     "convolution", "transposed convolution", "norm with statistics", "average pool", "max pool",
     "adaptive average pool", "adaptive max pool", "unpool", "resampling",
 }  # fmt: skip
-_PERMUTATIONS = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "T", "mT")
 
 
 def pixel_dims(graph: Graph, steps: Iterable[Step], name_of: Callable[[Step], str]) -> dict[str, tuple[int, ...]]:
@@ -49,18 +48,23 @@ def pixel_dims(graph: Graph, steps: Iterable[Step], name_of: Callable[[Step], st
             if dims[0] == 0 and len(dims) > 2:
                 found.setdefault(source, dims[2:])
             continue
-        if kind in _PERMUTATIONS:
+        if op is not None and op.kind == "view":
             dims = tuple(dims[d] for d in _order(step, len(dims)))
         followed |= {name: (source, dims) for name in step.outputs if len(graph.values[name].shape) == len(dims)}
     return {name: found.get(name, tuple(range(2, rank))) for name, rank in ranks.items()}
 
 
 def _order(step: Step, rank: int) -> list[int]:
-    """Where a permutation takes the dimensions of its operand from: sizes that no other has show it."""
+    """Where a view takes the dimensions of its operand from: sizes that no other has show it. Of one that is no
+    permutation, or takes no other sizes than its own, every dimension stays."""
     numbered = torch.empty([d + 2 for d in range(rank)], device="meta")
     args: Any
     args, kwargs = substitute((step.args, step.kwargs), Ref, lambda _: numbered)
-    return [n - 2 for n in step.target(*args, **kwargs).shape]
+    try:
+        found = [n - 2 for n in step.target(*args, **kwargs).shape]
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        found = []
+    return found if sorted(found) == list(range(rank)) else list(range(rank))
 
 
 def has_channels_last(axes: tuple[int | None, ...]) -> bool:
