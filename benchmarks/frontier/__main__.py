@@ -83,7 +83,7 @@ class Table:
             "device": device,
             "python": platform.python_version(),
             "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-            "arguments": sys.argv[1:],
+            "arguments": [word for word in sys.argv[1:] if not Path(word).is_absolute()],
             "fingerprint": self.fingerprints[True],
             **versions,
         }

@@ -21,11 +21,12 @@ STEPS = 20
 SMALL = {
     "amoebanet": (2, 3, 41, 38),
     "unet of five levels": (1, 3, 51, 38),
-    "resnet50": (1, 3, 67, 50),
-    "densenet121": (1, 3, 66, 50),
-    "inception": (1, 3, 83, 79),
+    "resnet50": (4, 3, 97, 66),
+    "densenet121": (4, 3, 98, 66),
+    "inception": (4, 3, 91, 83),
 }
-"""Images of the large networks: twenty steps take a minute."""
+"""Images of the large networks: twenty steps take a minute. Their last norms see some ten elements of a channel; over
+two or six, one image of 67 x 50, gradients are in the thousands, and plain steps depart from each other."""
 
 
 def _loss(output: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_twenty_steps_on_a_grid_are_those_of_one_process(name: str, early: tuple
     make, shape = EVERY[name][0], SMALL.get(name, EVERY[name][1])
     grid = (2, 1, 2) if len(shape) == 5 else (2, 2) if early is None else (1, 3)
     torch.manual_seed(3)
-    _compare(make(), shape, grid, STEPS, 1e-5 if name in LARGE else 1e-3, early=early)
+    _compare(make(), shape, grid, STEPS, 1e-6 if name in LARGE else 1e-3, early=early)
 
 
 @pytest.mark.slow
