@@ -14,7 +14,7 @@ from outcore.compiled.compiled_forward import CompileSettings, install_compiled_
 from outcore.compiled.discard import discard
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
+from outcore.memory.cuda_graphs.static_grads import GraphGradients
 
 
 class Network(nn.Module):

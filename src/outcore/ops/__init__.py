@@ -1,7 +1,5 @@
 """What is known about each operation: one catalogue, one record per operation, facets that packages add."""
 
-from outcore.ops import autocast as autocast
-from outcore.ops import random as random
 from outcore.ops import recompute_encode as recompute_encode
 from outcore.ops import saved as saved
 from outcore.ops import signature as signature

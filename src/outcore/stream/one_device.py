@@ -22,7 +22,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes, format_time
-from outcore.planner.memory.machine_tier import tier_of
+from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.program import Program, Timeline
 from outcore.program.plan.document import Plan

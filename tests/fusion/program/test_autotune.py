@@ -16,8 +16,8 @@ import outcore
 from outcore.allocator.caching_allocator import ReservedBytes
 from outcore.errors import FuseError
 from outcore.fusion import RunMode, choose, forecast
+from outcore.fusion.memory_forecast import dry_run
 from outcore.fusion.program import autotune
-from outcore.fusion.program.dry_run import dry_run
 from outcore.fusion.program.program import StackedProgram
 from tests.foreign.sample import one_in
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
@@ -84,7 +84,7 @@ def test_convolutions_run_one_by_one_where_that_was_faster(monkeypatch: pytest.M
 
 
 def test_convolutions_are_timed_both_ways() -> None:
-    from outcore.fusion.program.layerwise import _time
+    from outcore.fusion.program.autotune import _time
     from outcore.fusion.rules.convolution import MemberConvolution
 
     conv = MemberConvolution.of(2, 1, 1, 1, 1)

@@ -22,10 +22,9 @@ from outcore.planner import (
     split_vertically,
     weights_from_shapes,
 )
-from outcore.planner.partition.quiet_solver import quiet
+from outcore.planner.partition.milp import quiet
 from outcore.planner.pipeline.candidates import candidates_for
-from outcore.planner.pipeline.lower import predict_timeline
-from outcore.planner.pipeline.simulate_candidate import simulate_candidate
+from outcore.planner.pipeline.lower import predict_timeline, simulate_candidate
 from outcore.program import Links
 from outcore.program.plan.document import Plan
 from tests.planner.nets import build

@@ -27,9 +27,8 @@ from typing import Literal
 from outcore.cost.costs import Costs
 from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Step
-from outcore.ops.autocast import CAST_DOWN, CAST_UP
 from outcore.ops.registry import Facet, names
-from outcore.ops.views import WITHOUT_WORK
+from outcore.ops.views import CAST_DOWN, CAST_UP, WITHOUT_WORK
 
 __all__ = ["COPIES", "GradientCopies", "MemoryTraffic"]
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from outcore.errors import OutcoreError
-from outcore.memory.chunked_loss.autocast_state import AutocastState
+from outcore.memory.chunked_loss.row_ops import AutocastState
 
 __all__ = ["Head", "OperandGradients"]
 

@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_map
 
 from outcore.errors import OutcoreError
 from outcore.graph.naming import function_name
-from outcore.memory.chunked_loss.autograd_below import autograd_below
 from outcore.memory.chunked_loss.chunked_autograd import (
     LazyGradient,
     LazyTensor,
     LinearNode,
     RowOpNode,
     WholeNode,
+    autograd_below,
     reduce_rows,
 )
 from outcore.memory.chunked_loss.head import Head

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.memory.chunked_loss.autocast_state import AutocastState
-from outcore.memory.chunked_loss.row_ops import RowLayout
+from outcore.memory.chunked_loss.row_ops import AutocastState, RowLayout
 
 __all__ = ["Reduction", "reduction"]
 

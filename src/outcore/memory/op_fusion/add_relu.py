@@ -108,7 +108,7 @@ class _Sum(torch.autograd.Function):
         """Sum and ReLU in one pass."""
         out = x if inplace else torch.empty_like(x)
         if x.is_cuda:
-            from outcore.kernels.add_relu import rectified_sum
+            from outcore.kernels.bias_relu import rectified_sum
 
             rectified_sum(x, y, out)
             torch.autograd.graph.increment_version(out)

@@ -30,8 +30,7 @@ from outcore.memory.replay.replay_recompute import BufferRecompute, compile_reco
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
 from outcore.ops.recompute_encode import held_bytes
 from outcore.program.policies import KEEP, Policy, Recompute
-from outcore.program.script import Script
-from outcore.program.script_layout import ScriptLayout, layout_of
+from outcore.program.script import Script, ScriptLayout, layout_of
 
 __all__ = ["CompiledRecording", "ReplayBufferPlan", "prepare", "room_below"]
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from outcore.cost.measured.trial_call import same_layout
-from outcore.memory.encode.codecs import Encoded, NonZeros, PoolWindow, encode
+from outcore.memory.encode.codecs import Encoded, EncodedBuffer, NonZeros, PoolWindow, encode
 from outcore.memory.offload.backends import Backend, OffloadedBuffer
-from outcore.memory.offload.encoded_offload import EncodedBuffer
 from outcore.memory.replay.replay_recompute import BufferRecompute
 from outcore.program.policies import Keep, Offload, Policy, Recompute
 

@@ -48,7 +48,7 @@ from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.offload.backends import Backend, tier_for
 from outcore.memory.offload.bandwidth import memory_rate
-from outcore.memory.op_fusion.ab_test import AbTest
+from outcore.memory.op_fusion.profitability import AbTest
 from outcore.memory.param_offload.escalation import StatePlacement, follow, move
 from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.replay.compile_policies import prepare

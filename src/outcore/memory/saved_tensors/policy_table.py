@@ -26,8 +26,7 @@ from outcore.memory.replay.compile_policies import room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
 from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.program.policies import KEEP, Keep, Policy, Recompute
-from outcore.program.script import Script
-from outcore.program.script_layout import ScriptLayout, layout_of
+from outcore.program.script import Script, ScriptLayout, layout_of
 
 __all__ = ["BufferPlan", "CallPlan", "ModulePlans", "PolicyTable", "compile_policies"]
 

@@ -18,7 +18,7 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.link import Link
-from outcore.planner.memory.machine_tier import tier_of
+from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.call_weights import CallWeights

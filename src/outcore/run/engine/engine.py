@@ -36,9 +36,8 @@ from outcore.run.checkpoint.signals import STOP, SaveSignals
 from outcore.run.engine import batch as batches
 from outcore.run.engine.build import EngineParts
 from outcore.run.engine.default_plan import own_plan
-from outcore.run.engine.held_tensors import held_tensors
 from outcore.run.engine.loader import Loader
-from outcore.run.engine.measured import Comparison, gather
+from outcore.run.engine.measured import Comparison, gather, held_tensors
 from outcore.run.engine.settings import EngineOptions, EngineSettings
 from outcore.run.engine.setup import check_optimizer, choose_device, make_optimizer
 from outcore.run.engine.split_batch import BatchSplitter

@@ -31,9 +31,8 @@ from outcore.stream.arguments import device_of
 from outcore.stream.plan.candidates import StreamCandidates, StreamLimits
 from outcore.stream.plan.choose import OrderedCandidates, TileCandidate, choose, worth
 from outcore.stream.plan.prepared import StreamMode, bound
-from outcore.stream.plan.script import emit
+from outcore.stream.plan.script import StreamedProgram, emit
 from outcore.stream.plan.step_figures import StepFigures
-from outcore.stream.plan.streamed_program import StreamedProgram
 from outcore.stream.plan.tile_memory import StreamBytes
 
 if TYPE_CHECKING:
