@@ -11,8 +11,6 @@ from typing import NamedTuple, NoReturn, TypeVar
 from outcore.errors import ProgramError
 from outcore.program.instructions import (
     Backward,
-    CopyIn,
-    CopyOut,
     Forward,
     Instruction,
     Key,
@@ -58,8 +56,6 @@ class ProgramIndex:
     backwards: dict[Of, InstructionAt] = field(default_factory=dict)
     sends: dict[Key, InstructionAt] = field(default_factory=dict)
     receives: dict[Key, InstructionAt] = field(default_factory=dict)
-    copies_out: dict[tuple[Of, str], InstructionAt] = field(default_factory=dict)
-    copies_in: dict[tuple[Of, str], InstructionAt] = field(default_factory=dict)
     reduces: dict[tuple[int, int], InstructionAt] = field(default_factory=dict)
     """By rank and stage."""
     steps: dict[tuple[int, int], InstructionAt] = field(default_factory=dict)
@@ -88,10 +84,6 @@ class ProgramIndex:
                     refuse(spot, f"stage {stage} of replica {replica} is computed on rank {other} too")
             case Send() | Receive():
                 self._enter_transfer(spot, instruction)
-            case CopyOut(stage, micro_batch, _, replica, value):
-                _once(self.copies_out, ((stage, micro_batch, replica), value), spot)
-            case CopyIn(stage, micro_batch, _, replica, value):
-                _once(self.copies_in, ((stage, micro_batch, replica), value), spot)
             case Reduce(stage, _):
                 _once(self.reduces, (rank, stage), spot)
             case OptimizerStep(stage):

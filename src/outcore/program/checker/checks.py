@@ -10,7 +10,7 @@ parameter, once, and ends:
 - what is sent is received, in the same order on each channel (source, target, replica), and nothing else is;
 - a stage's gradients are added over all ranks that hold it, after their last backward; then it steps, once on each;
 - followed in order, with reductions as barriers, all ranks reach the end;
-- copies and scripts fetch what they evicted before it is needed;
+- scripts fetch what they evicted before it is needed;
 - a script that says what is computed leaves out no call and no tile; its passes begin when what they read is whole,
   and are sent back in the other direction;
 - the simulated peak of each rank is within its cap.
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes
-from outcore.program.checker.rules import check_channels, check_computes, check_copies, check_inputs, check_updates
+from outcore.program.checker.rules import check_channels, check_computes, check_inputs, check_updates
 from outcore.program.checker.script_rules import check_scripts
 from outcore.program.compile import keys_needed
 from outcore.program.index import InstructionAt, ProgramIndex, refuse
@@ -60,7 +60,6 @@ def check(
     check_computes(index)
     check_inputs(index)
     check_channels(index)
-    check_copies(index)
     check_updates(index)
     check_end(index)
     for of, forward in index.forwards.items():

@@ -1,11 +1,9 @@
-"""The rules of computing, transfers, copies and updates; `checks.py` lists them in words.
+"""The rules of computing, transfers and updates; `checks.py` lists them in words.
 
 Every function assumes that those before it passed, in the order of `check`.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 from outcore.errors import ProgramError
 from outcore.program.compile import keys_needed
@@ -13,7 +11,7 @@ from outcore.program.index import InstructionAt, ProgramIndex, refuse
 from outcore.program.instructions import Backward, Forward, Key, Receive, Reduce, Send
 from outcore.program.program import holders
 
-__all__ = ["check_channels", "check_computes", "check_copies", "check_inputs", "check_updates"]
+__all__ = ["check_channels", "check_computes", "check_inputs", "check_updates"]
 
 
 def check_computes(index: ProgramIndex) -> None:
@@ -93,25 +91,6 @@ def check_channels(index: ProgramIndex) -> None:
             assert isinstance(send.instruction, Send) and isinstance(receive.instruction, Receive)
             if send.instruction.key != receive.instruction.key:
                 refuse(receive, f"transfers arrive in the order they are sent, and the next one sent here is {send}")
-
-
-def check_copies(index: ProgramIndex) -> None:
-    """What is copied out is copied back before its backward."""
-    for (of, _), out in index.copies_out.items():
-        forward, backward = index.forwards.get(of), index.backwards.get(of)
-        if forward is None or backward is None or not _follow(forward, out, backward):
-            refuse(out, "what is copied out must have been saved by a forward before it, for a backward after it")
-    for key, back in index.copies_in.items():
-        if key not in index.copies_out or not _follow(index.copies_out[key], back, index.backwards[key[0]]):
-            refuse(back, "what is copied in must have been copied out before, and be back before its backward")
-    for key, out in index.copies_out.items():
-        if key not in index.copies_in:
-            refuse(out, f"it is never copied back for {index.backwards[key[0]]}")
-
-
-def _follow(*spots: InstructionAt) -> bool:
-    in_order = all(a.position < b.position for a, b in pairwise(spots))
-    return in_order and len({spot.rank for spot in spots}) == 1
 
 
 def check_updates(index: ProgramIndex) -> None:
