@@ -63,7 +63,7 @@ def weights_from_shapes(
             parameters,
             {p: fixed[p] for p in call.parameters if p in fixed},
         )
-    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="shapes")
+    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s, launch_s)
 
 
 def _trained(graph: Graph) -> dict[str, int]:
