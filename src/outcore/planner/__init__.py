@@ -14,4 +14,3 @@ from outcore.planner.pipeline.schedule_model import SCHEDULES as SCHEDULES
 from outcore.planner.pipeline.schedule_model import Pipeline as Pipeline
 from outcore.planner.pipeline.schedule_model import RankLink as RankLink
 from outcore.planner.pipeline.search import plan as plan
-from outcore.planner.pipeline.shape_weights import weights_from_shapes as weights_from_shapes

@@ -13,8 +13,9 @@ from outcore.cost.saved import Saved
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns
-from outcore.planner import CallWeights, split, weights_from_shapes
+from outcore.planner import CallWeights, split
 from outcore.planner.partition.units import find_units
+from tests.planner.shape_weights import weights_from_shapes
 
 
 class Tied(nn.Module):
