@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.encode.codecs import PoolWindow, encode, pack_bits, unpack_bits
+from outcore.kernels.pool_window import PoolWindow
+from outcore.memory.encode.bitmask import pack_bits, unpack_bits
+from outcore.memory.encode.codecs import encode
 from outcore.memory.offload.backends import HostBackend
 from outcore.memory.op_fusion.batch_norm_relu import _Fused
 

@@ -18,8 +18,6 @@ import torch
 from outcore.allocator.free_blocks import MIB, SMALL, UNIT, FreeBlocks, is_small, rounded
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
 
-__all__ = ["CachingAllocator", "ReservedBytes"]
-
 _MIDDLE, _APART = 10 * MIB, UNIT
 """Below which a large tensor shares a segment; between the places of segments, which never join."""
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 
 from outcore.allocator.free_blocks import MIB, FreeBlocks, is_small, rounded
 
-__all__ = ["Event", "Segment", "reserved_by"]
-
 _GROWTH = {True: 2 * MIB, False: 20 * MIB}
 
 Event = tuple[int, int]

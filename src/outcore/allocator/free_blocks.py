@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-__all__ = ["MIB", "SMALL", "UNIT", "FreeBlocks", "is_small", "rounded"]
-
 MIB = 2**20
 UNIT, SMALL = 512, MIB
 

@@ -27,8 +27,6 @@ from outcore.allocator.expandable_segments import Event, Segment, reserved_by
 from outcore.allocator.free_blocks import is_small, rounded
 from outcore.graph.record.recording import Step, Tape
 
-__all__ = ["PaddingBlock", "PaddingSearch", "best_padding_blocks"]
-
 _MIB = 2**20
 _SEED, _MOST, _MOST_REACHING, _NEAR = 0, 4, 6, 2**20
 _BY_SIZE, _IDLE, _GROWTH = 0.6, 600, 20 * _MIB

@@ -25,8 +25,6 @@ from outcore.cost.measured.measure import measure
 from outcore.cost.measured.saved_bytes import device_name, device_of, recording_of
 from outcore.graph import Graph
 
-__all__ = ["cache_folder", "measured"]
-
 _MOST = 32
 """Networks whose costs are remembered in memory."""
 _KNOWN: dict[str, Costs] = {}

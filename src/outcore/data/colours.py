@@ -14,8 +14,6 @@ import numpy as np
 
 from outcore.data.reader import FileLayout, Pixels
 
-__all__ = ["Colour", "Colours"]
-
 Colour = tuple[int | float, ...]
 """One number for each channel."""
 

@@ -31,8 +31,6 @@ from outcore.data.resample import Resampled
 from outcore.data.source import Region, Source, Span, spans
 from outcore.errors import DataError
 
-__all__ = ["DamagedTile", "OnDamage", "Slide", "SlideLevel"]
-
 OnDamage = Literal["raise", "white"]
 
 _tokens = itertools.count()

@@ -28,8 +28,6 @@ from outcore.data.slide import DamagedTile, OnDamage, Slide
 from outcore.data.table_file import read_rows
 from outcore.errors import DataError, MissingPackageError
 
-__all__ = ["BadSlide", "Example", "OnBad", "SlideRow", "SlideTable", "read_folder", "read_table"]
-
 OnBad = Literal["raise", "skip"]
 _MOST_CLASSES = 1_000_000
 

@@ -37,8 +37,6 @@ from outcore.fusion.verify import disagreement
 from outcore.graph.record.versions import ChangeCounter
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["FusedArray", "arguments"]
-
 
 class FusedArray(MemberSlots):
     """Members of one architecture that train together; made by `outcore.fuse`."""

@@ -27,8 +27,6 @@ from outcore.fusion.stack import Stack
 from outcore.fusion.training import MemberTraining
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Group", "GroupOutcome", "TrainingTerms", "clip_by_norm", "norms"]
-
 
 @dataclass(slots=True)
 class GroupOutcome:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from outcore.fusion.group import Group
     from outcore.fusion.program.program import StackedProgram
 
-__all__ = ["DryRunBytes", "Forecast", "dry_run", "forecast"]
-
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

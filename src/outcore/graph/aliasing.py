@@ -15,8 +15,6 @@ import torch
 
 from outcore.graph.structure import leaves
 
-__all__ = ["StorageHistory", "VersionCounters", "written_by_name"]
-
 _IN_PLACE_DUNDERS = {
     f"__i{op}__"
     for op in (

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from outcore.graph.record.captured_module import CapturedModule
     from outcore.graph.record.recording import Recording
 
-__all__ = ["Graph"]
-
 FORMAT = 1
 
 

@@ -19,8 +19,6 @@ import triton.language as tl
 
 from outcore.kernels.batch_norm_relu import added_up, pieces_of
 
-__all__ = ["biased", "gradients", "rectified_sum"]
-
 # mypy: ignore-errors
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-__all__ = ["CallFacts", "KeptTensor", "Operand"]
-
 What = Literal["input", "output", "parameter", "derived"]
 
 

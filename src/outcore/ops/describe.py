@@ -16,8 +16,6 @@ from typing import Any
 from outcore.errors import OutcoreError
 from outcore.ops.registry import FACETS, Op, find, operations
 
-__all__ = ["OperationFacts", "describe", "markdown"]
-
 EXTENSIONS = (
     "outcore.ops",
     "outcore.cost.predicted.describe",

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from outcore.ops.call_facts import CallFacts, KeptTensor
 from outcore.ops.registry import Facet, kinds
 
-__all__ = ["SAVED", "SavedRule"]
-
 
 @dataclass(frozen=True, slots=True)
 class SavedRule:

@@ -23,21 +23,6 @@ import torch.nn.functional as F
 
 from outcore.ops.registry import Facet, kinds
 
-__all__ = [
-    "AUTOCAST",
-    "CAST_DOWN",
-    "CAST_UP",
-    "DRAWS",
-    "FREE",
-    "RANDOM",
-    "REARRANGES",
-    "REARRANGING",
-    "SHARES_MEMORY",
-    "SHARING",
-    "WITHOUT_WORK",
-    "out_of_place",
-]
-
 REARRANGES: Facet[bool] = Facet(
     "rearranges", "has the elements of its input, in another shape or order, or some of them"
 )

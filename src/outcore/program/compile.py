@@ -34,8 +34,6 @@ from outcore.program.program import Program, holders, place
 from outcore.program.schedules import merge_orders, schedule_named
 from outcore.program.stages import Edge, Stages
 
-__all__ = ["assemble", "compile_program", "sends_of", "split_first_stage"]
-
 Channel = tuple[int, int, int]
 """Source rank, target rank, replica: transfers on one channel arrive in the order in which they were sent."""
 

@@ -22,8 +22,6 @@ from outcore.program.instructions import (
 from outcore.program.program import Program
 from outcore.program.stages import Edge, Stages
 
-__all__ = ["InstructionAt", "Of", "ProgramIndex", "refuse"]
-
 Of = tuple[int, int, int]
 """Stage, micro-batch, replica."""
 

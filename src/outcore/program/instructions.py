@@ -21,20 +21,6 @@ from outcore.documents.typed_schema import record_of
 from outcore.errors import ProgramError
 from outcore.program.script import Script, action_from_json, action_to_json
 
-__all__ = [
-    "Backward",
-    "Compute",
-    "Forward",
-    "Instruction",
-    "Key",
-    "OptimizerStep",
-    "Receive",
-    "Reduce",
-    "Send",
-    "instruction_from_json",
-    "instruction_to_json",
-]
-
 Key: TypeAlias = tuple[str, int, int, int, bool]
 """Value, using stage, micro-batch, replica, whether the gradient: the name of a transfer."""
 

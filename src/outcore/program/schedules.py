@@ -32,8 +32,6 @@ from outcore.errors import ProgramError
 from outcore.program.instructions import Backward, Compute, Forward
 from outcore.program.stages import Stages
 
-__all__ = ["SCHEDULES", "Schedule", "gems", "gpipe", "merge_orders", "model_parallel", "one_f_one_b", "schedule_named"]
-
 
 class Generator(Protocol):
     """What makes the order of one rank."""

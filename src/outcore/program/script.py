@@ -33,26 +33,6 @@ from outcore.errors import ProgramError
 from outcore.program.policies import OFFLOAD, RECOMPUTE, Policy
 from outcore.program.policies import Encode as EncodePolicy
 
-__all__ = [
-    "Action",
-    "Decode",
-    "Drop",
-    "Encode",
-    "Evict",
-    "Fetch",
-    "Pass",
-    "Recompute",
-    "Release",
-    "Run",
-    "Script",
-    "ScriptLayout",
-    "Tile",
-    "Wait",
-    "action_from_json",
-    "action_to_json",
-    "layout_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -15,8 +15,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from outcore.scan.packing import PackedRows
 
-__all__ = ["LayerArguments", "extent", "working"]
-
 Hidden = Tensor | tuple[Tensor, Tensor]
 
 

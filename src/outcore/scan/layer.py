@@ -29,8 +29,6 @@ from outcore.scan.report import LayerReport
 from outcore.scan.weight_gradients import WeightGradients, summed_weights
 from outcore.scan.workspace import SequenceCut
 
-__all__ = ["Layer", "run_layer", "working_dtype"]
-
 _FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "tanh": rnn_tanh,
     "relu": rnn_relu,

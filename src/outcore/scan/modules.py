@@ -32,8 +32,6 @@ from outcore.scan.packing import PackedRows
 from outcore.scan.report import LayerReport, Report
 from outcore.scan.workspace import BackwardShape, cut, free_bytes
 
-__all__ = ["GRU", "LSTM", "RNN", "convert"]
-
 _KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
 
 

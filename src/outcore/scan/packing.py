@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PackedRows", "flip"]
-
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:

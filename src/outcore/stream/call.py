@@ -25,17 +25,6 @@ from outcore.ops.signature import SIGNATURES
 from outcore.ops.views import out_of_place
 from outcore.stream.execute.border_padding import WidenedInput
 
-__all__ = [
-    "NotStreamable",
-    "Reduction",
-    "RegionRule",
-    "RuleContext",
-    "StreamCall",
-    "WideningRule",
-    "rule",
-    "widening_rule",
-]
-
 
 class NotStreamable(Exception):  # noqa: N818 - a signal to whoever binds, who turns it into a reason
     """This call cannot be streamed; says why."""

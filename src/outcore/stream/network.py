@@ -39,8 +39,6 @@ from outcore.ops.registry import find
 from outcore.stream.call import NotStreamable, Reduction, RegionRule, StreamCall, rule
 from outcore.stream.rules.normalise import Norm
 
-__all__ = ["RegionNetwork", "RegionNode", "has_channels_last", "pixel_dims"]
-
 Kind = Literal["local", "reduction", "global", "opaque"]
 Axes = tuple[int | None, ...]
 """Per dimension of a value, which streamed axis it is."""

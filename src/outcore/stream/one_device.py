@@ -29,8 +29,6 @@ from outcore.program.plan.document import Plan
 from outcore.stream.managed_forward import StreamSettings, planned
 from outcore.stream.plan.step_document import StreamedStep
 
-__all__ = ["OneDeviceStep", "fit_one_device", "simulate_tiles"]
-
 _SMALL = 2**26
 """Inputs of so many bytes are always worth a plan that holds them whole."""
 

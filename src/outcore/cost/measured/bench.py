@@ -33,8 +33,6 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Recording, Step
 from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
-__all__ = ["CallBench", "in_this_thread", "smaller"]
-
 _CPU_LIMIT = 2**30
 _LEAST_WORKSPACE = 2**20
 """A matrix product's workspace is no smaller."""

@@ -31,8 +31,6 @@ from outcore.graph import Graph
 from outcore.graph.record.preserve import preserved
 from outcore.machine.clock import clock_for, time_calls
 
-__all__ = ["GradientSumCost", "measure"]
-
 Progress = Callable[[int, int, str], None]
 """Called with the number of measured calls, the number of all, and the name of the next."""
 

@@ -15,16 +15,14 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outcore.cost.costs import CallCost, Gradient, Saved, Source
+from outcore.cost.costs import CallCost, Gradient, Source
 from outcore.cost.measured.isolated_call import IsolatedCall, Stride
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
-from outcore.cost.saved import DerivedTensor
+from outcore.cost.saved import DerivedTensor, Saved
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Recording, Step
 from outcore.ops.registry import kinds, names
-
-__all__ = ["same_layout", "try_call"]
 
 _REAL_LIMIT = 256 * 2**20
 _UNFAITHFUL = names(*kinds("recurrent"))

@@ -22,8 +22,6 @@ from outcore.ops.registry import Facet, find, kinds, names, operation
 from outcore.ops.signature import SIGNATURES
 from outcore.ops.views import WITHOUT_WORK
 
-__all__ = ["WORK", "describe", "is_idle"]
-
 
 @dataclass(frozen=True)
 class _Facts:

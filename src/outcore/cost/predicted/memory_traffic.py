@@ -30,8 +30,6 @@ from outcore.graph.record.recording import Step
 from outcore.ops.registry import Facet, names
 from outcore.ops.views import CAST_DOWN, CAST_UP, WITHOUT_WORK
 
-__all__ = ["COPIES", "GradientCopies", "MemoryTraffic"]
-
 _HALVES = ("bfloat16", "float16")
 _CASTS = names("to", "type", "bfloat16", "half", "type_as")
 _ROWS = names("linear", "transposed_linear")

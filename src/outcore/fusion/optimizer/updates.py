@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["UPDATES", "OptimizerUpdate"]
-
 Group = Mapping[str, Any]
 Numbers = dict[str, float]
 State = dict[str, Tensor]

@@ -13,8 +13,6 @@ from outcore.graph.record.recording import Recording, Ref
 from outcore.graph.structure import leaves
 from outcore.ops.views import SHARING
 
-__all__ = ["state_in_place", "unsafe_write", "written_values"]
-
 
 def unsafe_write(graph: Graph, recording: Recording) -> str | None:
     """The first call that writes memory which another name reads, or had; None if all are private."""

@@ -37,8 +37,6 @@ from outcore.machine.clock import time_calls
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["AutotuneResult", "TimedWay", "choose", "group_width", "measure_convolutions"]
-
 _PROBES = (2, 4)
 _WIDEST = 16
 """Members of a fused group on a GPU, at most."""

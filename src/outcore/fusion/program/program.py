@@ -39,8 +39,6 @@ from outcore.graph.record.recording import Recording, Ref, Step, fill, schedule_
 from outcore.graph.structure import leaves
 from outcore.ops.views import RANDOM
 
-__all__ = ["StackedProgram"]
-
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
 _Attribute = tuple[dict[str, Any], str, Any]

@@ -28,8 +28,6 @@ from outcore.ops.views import out_of_place
 if TYPE_CHECKING:
     from outcore.fusion.program.program import StackedProgram
 
-__all__ = ["StackedTape"]
-
 
 class StackedTape(Tape):
     """The values of a replay for several members, and how each step makes them."""

@@ -29,8 +29,6 @@ from outcore.fusion.program.values import Stacked, UnjoinedConcat, fold_channels
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
 from outcore.fusion.rules.matmul import lowered, pointwise, pointwise_joined, pointwise_shared, product
 
-__all__ = ["MemberConvolution", "can_unfold", "collecting", "decide", "unfolded", "way"]
-
 _FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
     (1, False): F.conv1d,
     (2, False): F.conv2d,

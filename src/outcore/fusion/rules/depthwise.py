@@ -18,8 +18,6 @@ from torch._subclasses import FakeTensor
 if TYPE_CHECKING:
     from outcore.fusion.rules.convolution import MemberConvolution
 
-__all__ = ["depthwise", "is_depthwise"]
-
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 

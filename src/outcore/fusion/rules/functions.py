@@ -28,8 +28,6 @@ from outcore.graph.naming import function_name
 from outcore.ops.registry import Facet, find, kinds, spatial_dims
 from outcore.ops.signature import SIGNATURES
 
-__all__ = ["FUNCTION_RULES", "embedding", "extreme", "function_rule"]
-
 _BROADCAST = """floor_divide pow remainder fmod maximum minimum atan2 logaddexp eq ne lt le gt ge logical_and logical_or
 and or xor"""
 """Functions that broadcast several tensors, beside sums, products and selections."""

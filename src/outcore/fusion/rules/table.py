@@ -21,8 +21,6 @@ from outcore.graph.naming import function_name
 from outcore.ops.registry import find, of_layer
 from outcore.ops.views import RANDOM
 
-__all__ = ["is_random", "run"]
-
 
 def run(call: FusedCall) -> Any:
     """Run a step for all members by the best rule that applies."""

@@ -33,8 +33,6 @@ from outcore.graph.record.watched_run import WatchedRun
 from outcore.graph.source import blame, definition
 from outcore.graph.structure import device_of, leaves, substitute
 
-__all__ = ["arguments_as_called", "blocks_of", "capture"]
-
 _REAL_INPUT_LIMIT = 64 * 2**20
 _ONE_AT_A_TIME = threading.RLock()
 """A lock: while recording, torch's own functions are patched, so only one thread may record."""

@@ -21,8 +21,6 @@ from outcore.graph.record.recording import Mismatch, Recording
 from outcore.graph.record.versions import ChangeCounter
 from outcore.graph.structure import leaves
 
-__all__ = ["CapturedModule"]
-
 _OUTDATED = 8
 """Recordings of one key that are kept although something they read is not as it was."""
 

@@ -31,8 +31,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["ModelState", "RandomStates", "evaluating", "function_caches", "preserved", "state_tensors"]
-
 _CONTAINERS = (list, dict, set, deque)
 _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
 

@@ -18,8 +18,6 @@ from outcore.errors import VaryingError
 from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.recording import Recording
 
-__all__ = ["ChangeCounter", "RecordingVersions", "refuse_volatile"]
-
 _KEPT = 8
 _SUCCESSIVE = 2
 """Calls in a row that may each find another value than all before."""

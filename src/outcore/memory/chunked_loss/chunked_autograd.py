@@ -35,8 +35,6 @@ from outcore.memory.chunked_loss.reductions import Reduction
 if TYPE_CHECKING:
     from outcore.memory.chunked_loss.row_ops import RowLayout, RowOp
 
-__all__ = ["LazyGradient", "LazyTensor", "LinearNode", "RowOpNode", "WholeNode", "autograd_below", "reduce_rows"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

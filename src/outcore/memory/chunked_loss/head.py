@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from outcore.errors import OutcoreError
 from outcore.memory.chunked_loss.row_ops import AutocastState
 
-__all__ = ["Head", "OperandGradients"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

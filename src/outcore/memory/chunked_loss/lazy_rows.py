@@ -42,8 +42,6 @@ from outcore.memory.chunked_loss.head import Head
 from outcore.memory.chunked_loss.reductions import reduction
 from outcore.memory.chunked_loss.row_ops import RowLayout, RowOp, row_op
 
-__all__ = ["LazyRows", "lazily", "lazy_linear"]
-
 _METADATA = frozenset(
     "shape dtype device requires_grad is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized is_nested layout "
     "ndim is_leaf grad_fn output_nr size dim ndimension numel nelement element_size itemsize nbytes is_floating_point "

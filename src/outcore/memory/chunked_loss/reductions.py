@@ -20,8 +20,6 @@ import torch.nn.functional as F
 
 from outcore.memory.chunked_loss.row_ops import AutocastState, RowLayout
 
-__all__ = ["Reduction", "reduction"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -28,8 +28,6 @@ from outcore.planner.memory.row_wise import (
     SOFTMAX,
 )
 
-__all__ = ["AutocastState", "RowLayout", "RowOp", "row_op"]
-
 
 @dataclass(frozen=True)
 class RowLayout:

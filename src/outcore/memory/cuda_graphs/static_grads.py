@@ -29,8 +29,6 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-__all__ = ["GraphGradients", "GraphMemory", "StaticGrads", "capture_parameters"]
-
 _ALIGN = 512
 
 

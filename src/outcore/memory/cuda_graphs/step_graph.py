@@ -35,8 +35,6 @@ from outcore.memory.offload.backends import HostBackend
 from outcore.memory.replay.compile_policies import CompiledRecording
 from outcore.memory.replay.replay_forward import ReplayPass
 
-__all__ = ["StepGraph"]
-
 _WARM_UPS = 2
 _WORTH = 0.99
 """A second capture must take at most this share of the first's memory."""

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode.bitmask import pack_bits, unpack_bits
-from outcore.memory.encode.pool_positions import PoolWindow, indices_of, positions_of, window_of
+from outcore.memory.encode.pool_positions import indices_of, positions_of
 from outcore.memory.encode.sparse_quantize import NonZeros, grouped, halved, without_zeros
 from outcore.memory.offload.backends import Backend, OffloadedBuffer
-
-__all__ = ["Encoded", "EncodedBuffer", "NonZeros", "PoolWindow", "encode", "pack_bits", "unpack_bits", "window_of"]
 
 
 @dataclass(frozen=True, slots=True)

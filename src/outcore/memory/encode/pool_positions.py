@@ -17,9 +17,6 @@ from outcore.kernels.pool_window import NOWHERE, PoolWindow
 from outcore.ops.recompute_encode import POOLS
 from outcore.ops.registry import spatial_dims
 
-__all__ = ["NOWHERE", "PoolWindow", "indices_of", "positions_of", "window_of", "window_of_call"]
-
-
 _CHUNK = 2**14
 """Elements that are encoded at a time, to limit temporary memory."""
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from outcore.machine.units import parse_bytes
 from outcore.planner.memory.copy_schedule import HOST_SHARE
 
-__all__ = ["host_limit_bytes"]
-
 
 def host_limit_bytes() -> int:
     """The number of bytes of host memory that tensors may take."""

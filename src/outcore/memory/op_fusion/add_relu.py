@@ -22,8 +22,6 @@ from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.saved_tensors.recompute_batch_norm import dense
 from outcore.ops.registry import names
 
-__all__ = ["Sums", "as_summed", "summed", "sums_of"]
-
 Sums = Mapping[str, str]
 """Call of a sum -> call of the ReLU that overwrites it."""
 _SUMS = names("add")

@@ -28,7 +28,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from outcore.cost.costs import CallCost, Costs, Gradient, Saved
+from outcore.cost.costs import CallCost, Costs, Gradient
+from outcore.cost.saved import Saved
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.kernels.row_blocks import parts_bytes
@@ -38,8 +39,6 @@ from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
 from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
 from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
-
-__all__ = ["Scales", "rewrite", "scales_of", "worth_it"]
 
 Scales = Mapping[str, ScaledBranch]
 """By the call of the sum."""

@@ -15,8 +15,6 @@ import torch
 
 from outcore.memory.saved_tensors.recompute_batch_norm import dense
 
-__all__ = ["ScaledSum"]
-
 
 class ScaledSum:
     """The sum of a residual and a scaled branch."""

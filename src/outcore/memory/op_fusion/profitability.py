@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from outcore.memory.saved_tensors.peak_monitor import MeasuredStep
     from outcore.memory.saved_tensors.settings import PlannedCall
 
-__all__ = ["RATE", "AbTest", "Norms", "ahead", "as_fused", "less", "step_s", "totals", "worth_fusing"]
-
 Norms = Mapping[str, str | None]
 """Call of a norm -> call of the ReLU that is the only reader of its output, if there is one."""
 

@@ -29,8 +29,6 @@ from outcore.memory.op_fusion.layer_scale import worth_it as scales_worth_it
 from outcore.memory.op_fusion.profitability import Norms, as_fused, worth_fusing
 from outcore.memory.op_fusion.rewrite import Rewrite
 
-__all__ = ["SelectedFusions"]
-
 
 @dataclass(frozen=True)
 class SelectedFusions:

@@ -20,9 +20,10 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.record.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
+from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode.bitmask_relu import bit_relus
 from outcore.memory.encode.byte_index_pool import byte_pools
-from outcore.memory.encode.codecs import PoolWindow, window_of
+from outcore.memory.encode.pool_positions import window_of
 from outcore.memory.offload.arena import Arena
 from outcore.memory.op_fusion.banded_conv import in_bands
 from outcore.memory.op_fusion.select import SelectedFusions
@@ -31,8 +32,6 @@ from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Bat
 from outcore.ops.recompute_encode import held_bytes
 from outcore.program.policies import KEEP, Policy, Recompute
 from outcore.program.script import Script, ScriptLayout, layout_of
-
-__all__ = ["CompiledRecording", "ReplayBufferPlan", "prepare", "room_below"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from outcore.cost.measured.trial_call import same_layout
-from outcore.memory.encode.codecs import Encoded, EncodedBuffer, NonZeros, PoolWindow, encode
+from outcore.kernels.pool_window import PoolWindow
+from outcore.memory.encode.codecs import Encoded, EncodedBuffer, encode
+from outcore.memory.encode.sparse_quantize import NonZeros
 from outcore.memory.offload.backends import Backend, OffloadedBuffer
 from outcore.memory.replay.replay_recompute import BufferRecompute
 from outcore.program.policies import Keep, Offload, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.replay.replay_forward import ReplayPass
-
-__all__ = ["Geometry", "ReplayBuffer", "SavedHandle", "as_it_lay", "graph_is_kept", "over", "raw"]
 
 
 class Geometry(NamedTuple):

@@ -28,8 +28,6 @@ from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Sta
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["ReplayPass"]
-
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _NOTHING = contextlib.nullcontext()
 

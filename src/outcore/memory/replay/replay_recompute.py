@@ -22,8 +22,6 @@ from outcore.graph.structure import leaves
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, norm_of
 from outcore.ops.recompute_encode import FOLDING, again
 
-__all__ = ["BufferRecompute", "States", "compile_recompute", "generator_states"]
-
 States = Mapping[torch.Generator, torch.Tensor]
 
 

@@ -31,8 +31,6 @@ from outcore.ops.recompute_encode import LOSSY, held_bytes
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.program.policies import KEEP, OFFLOAD, Policies, Policy
 
-__all__ = ["Deviation", "LossyEffect", "effect_on_gradients", "gradient_effect", "lossy_buffers"]
-
 _NOISE = 1e-3
 """Gradients smaller than this share of the model's, number by number, are rounding."""
 _FOUND: WeakKeyDictionary[nn.Module, LossyEffect] = WeakKeyDictionary()

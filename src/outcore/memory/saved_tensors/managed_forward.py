@@ -63,8 +63,6 @@ from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 from outcore.memory.saved_tensors.sharded import NOT_GATHERED, is_sharded
 from outcore.planner.memory.plan import MemoryPlan
 
-__all__ = ["ManagedForward", "Settings"]
-
 
 class ManagedForward:
     """What is called instead of the model's ``forward``."""

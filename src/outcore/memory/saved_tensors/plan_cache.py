@@ -28,8 +28,6 @@ from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.program.policies import Policies, Policy, parse_policies, policies_to_json
 
-__all__ = ["known_least", "known_overhead", "known_policy", "remember_least", "remember_overhead", "remember_plan"]
-
 _FORMAT = 1
 _MOST = 64
 _KNOWN: dict[str, dict[str, Any]] = {}

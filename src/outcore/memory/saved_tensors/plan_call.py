@@ -30,8 +30,6 @@ from outcore.planner.memory.script import check_policy
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.program.policies import Policy
 
-__all__ = ["CallProposal", "propose"]
-
 
 @dataclass(frozen=True)
 class CallProposal:

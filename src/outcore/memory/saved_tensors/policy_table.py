@@ -28,8 +28,6 @@ from outcore.planner.memory.chunked_region import ChunkedRegion
 from outcore.program.policies import KEEP, Keep, Policy, Recompute
 from outcore.program.script import Script, ScriptLayout, layout_of
 
-__all__ = ["BufferPlan", "CallPlan", "ModulePlans", "PolicyTable", "compile_policies"]
-
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
     from outcore.memory.replay.replay_buffer import ReplayBuffer
 
-__all__ = ["Argument", "RecordedCall", "cast_of", "record", "version_of"]
-
 _ATOMS = frozenset(
     {
         int,

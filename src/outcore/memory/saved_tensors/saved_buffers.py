@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from outcore.graph.structure import leaves
-from outcore.memory.encode.pool_positions import PoolWindow
+from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
 from outcore.memory.replay.replay_buffer import Geometry, SavedHandle, over
@@ -32,8 +32,6 @@ from outcore.program.policies import KEEP, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
-
-__all__ = ["ORDINARY", "SavedBuffers", "tensors_in", "unpack"]
 
 ORDINARY = (torch.Tensor, nn.Parameter)
 _new: Any = tuple.__new__

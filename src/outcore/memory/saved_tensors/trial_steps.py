@@ -57,8 +57,6 @@ from outcore.memory.saved_tensors.plan_cache import known_overhead, remember_ove
 from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 
-__all__ = ["Tried", "least_overhead", "run_trial_steps", "take_steps", "trouble_of"]
-
 _STEP = 0.05
 """Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
 _SPARE, _CAREFUL = 1.3, 0.04

@@ -27,8 +27,6 @@ from outcore.planner.memory.disk_overflow import DiskOverflow
 if TYPE_CHECKING:
     from outcore.planner.memory.evaluate import StepModel
 
-__all__ = ["HOST_SHARE", "BufferCopies", "CopySchedule", "OffloadTarget", "schedule_transfers", "tier_of"]
-
 _AHEAD = 1.5
 """A fetch starts this much earlier than its time on the link, because predictions are not exact."""
 

@@ -39,8 +39,6 @@ from outcore.program.plan.stage_names import name_stages
 from outcore.program.policies import Policies, Policy, parse_policies, policies_to_json
 from outcore.program.script import Script
 
-__all__ = ["MemoryPlan", "frontier", "plan_memory"]
-
 _LARGE = 1500
 """Calls of a network whose search may take twice as long as that of a small one."""
 _LEAST: dict[tuple[str, int, bool], Policies] = {}

@@ -30,8 +30,6 @@ from outcore.program import script as actions
 from outcore.program.policies import KEEP, Encode, Keep, Policies, Policy, Recompute
 from outcore.program.script import Action, Script
 
-__all__ = ["check_policies", "check_policy", "emit", "link_of", "one_stage", "stage_of"]
-
 
 def one_stage(model: StepModel, policies: Policies) -> Program:
     """A step on one device as a program: one forward, one backward, one update."""

@@ -23,8 +23,6 @@ from typing import Any, Literal, get_args
 
 from outcore.errors import PlanError
 
-__all__ = ["StatePolicy", "ladder"]
-
 _PARCEL_BYTES = 32 * 2**20
 
 Where = Literal["keep", "offload"]

@@ -31,8 +31,6 @@ from outcore.planner.memory.buckets import OffloadableParam, OffloadableParams, 
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["StateSavings", "change_by_moment"]
-
 
 def change_by_moment(
     policy: StatePolicy, offloadable: OffloadableParams, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost

@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from outcore.planner.partition.interval_tables import IntervalTables, Table
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 
-__all__ = ["PairedLoads", "cheapest", "cheapest_pairs", "cut_line", "fastest", "smallest_maximum", "smallest_pair"]
-
 _PAIR_STATES = 10_000
 """Pairs of places beyond which ranks are not cut as pairs."""
 

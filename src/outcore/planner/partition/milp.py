@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outcore.planner.partition.weighted_units import INPUT, WeightedUnits
+from outcore.planner.partition.stage_memory import INPUT
+from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
-
-__all__ = ["MilpObjective", "quiet", "solve_integer"]
 
 Terms = dict[int, float]
 """A linear expression: variable -> coefficient, the constant under -1."""

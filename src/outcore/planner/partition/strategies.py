@@ -38,8 +38,6 @@ from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program.stages import Stages
 
-__all__ = ["Balance", "PartitionTask", "all_partitions", "cut_pieces", "improve"]
-
 Balance = Literal["compute", "memory", "search"]
 """What to make small: the slowest stage, the largest peak of a rank, or the step."""
 

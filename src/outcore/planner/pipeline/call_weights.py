@@ -17,8 +17,6 @@ from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
-__all__ = ["CallWeight", "CallWeights", "fixed_tensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class CallWeight:

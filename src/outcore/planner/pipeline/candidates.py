@@ -21,8 +21,6 @@ from outcore.planner.partition.topological_orders import coarse_places
 from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.planner.pipeline.schedule_model import SCHEDULES, Pipeline, RankLink, Schedule
 
-__all__ = ["Candidate", "EvenCut", "RoughCut", "candidates_for"]
-
 MOST_PIECES = 1024
 
 

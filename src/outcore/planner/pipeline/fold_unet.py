@@ -30,8 +30,6 @@ from outcore.planner.pipeline.schedule_model import Pipeline, Schedule
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
 from outcore.program.plan.document import Plan, PredictedStep
 
-__all__ = ["Fold", "plan_vertically", "split_vertically"]
-
 _MOST_PIECES = 64
 
 

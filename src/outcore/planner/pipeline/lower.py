@@ -23,8 +23,6 @@ from outcore.program import Links, Program, Stages, Timeline, check, compile_pro
 from outcore.program.plan.document import Plan, PredictedStep
 from outcore.program.written_order import program_in_order
 
-__all__ = ["SCHEDULE_NAMES", "lower", "predict_timeline", "predicted_by", "simulate_candidate"]
-
 
 def lower(plan: Plan, graph: Graph, weights: CallWeights) -> tuple[Program, Stages]:
     """The program of a plan, checked, and the stages it runs."""

@@ -29,8 +29,6 @@ from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program import Links
 from outcore.program.plan.document import BatchNorm, Plan
 
-__all__ = ["batch_for", "links_of", "plain_peak_bytes", "plan_stages", "weights_on"]
-
 UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 _LONG = 2000
 """With more micro-batches over all ranks a timeline is not simulated again."""

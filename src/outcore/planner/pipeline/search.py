@@ -44,8 +44,6 @@ from outcore.program.plan.stage_names import name_stages
 from outcore.program.policies import parse_policies, policies_to_json
 from outcore.program.stages import Stages
 
-__all__ = ["PlanSearch", "SimulatedCandidate", "plan"]
-
 _SIMULATED = 4
 _FINALISTS = 7
 _CAREFUL = 3

@@ -40,8 +40,6 @@ from outcore.program.simulator.simulate import simulate
 from outcore.program.stages import Stages
 from outcore.program.timeline import COMPUTE, Timeline
 
-__all__ = ["check", "check_end", "check_memory"]
-
 
 def check(
     program: Program, stages: Stages, *, memory_bytes: int | Sequence[int] | None = None, links: Links | None = None

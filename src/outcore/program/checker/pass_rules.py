@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from outcore.program.index import InstructionAt, refuse
 from outcore.program.script import Drop, Pass, Run, Script, Tile
 
-__all__ = ["check_calls", "check_passes"]
-
 
 def check_passes(forward: InstructionAt, script: Script, backward: InstructionAt | None, back: Script) -> None:
     """Raise `ProgramError` if the passes of a forward, and of its backward if there is one, break a rule.

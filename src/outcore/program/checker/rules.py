@@ -11,8 +11,6 @@ from outcore.program.index import InstructionAt, ProgramIndex, refuse
 from outcore.program.instructions import Backward, Forward, Key, Receive, Reduce, Send
 from outcore.program.program import holders
 
-__all__ = ["check_channels", "check_computes", "check_inputs", "check_updates"]
-
 
 def check_computes(index: ProgramIndex) -> None:
     """Every stage of every replica computes every micro-batch, forward and then backward."""

@@ -9,8 +9,6 @@ from outcore.program.index import InstructionAt, refuse
 from outcore.program.instructions import Backward, Forward
 from outcore.program.script import Decode, Drop, Encode, Evict, Fetch, Recompute, Release, Script, Wait
 
-__all__ = ["check_scripts"]
-
 
 def check_scripts(forward: InstructionAt, backward: InstructionAt | None, calls: Sequence[str] = ()) -> None:
     """Raise `ProgramError` if the scripts of a micro-batch use what is not there.

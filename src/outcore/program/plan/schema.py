@@ -32,8 +32,6 @@ from outcore.program.policies import parse_policy
 if TYPE_CHECKING:
     from outcore.program.plan.document import Plan
 
-__all__ = ["MOST", "check_against", "check_policy", "check_spatial", "schema"]
-
 MOST = 65_536
 """Micro-batches, batches, replicas, ranks or stages: more is a slip of the finger."""
 _BYTES = Whole(least=0, most=2**60)

@@ -44,8 +44,6 @@ from outcore.program.simulator.script_time import ScriptTiming, perform
 from outcore.program.stages import Stages
 from outcore.program.timeline import COMPUTE, Event, Timeline
 
-__all__ = ["simulate"]
-
 
 def simulate(
     program: Program, stages: Stages, links: Links | None = None, *, split: SplitStageCosts | None = None

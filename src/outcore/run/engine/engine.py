@@ -52,8 +52,6 @@ from outcore.run.stage.stage_module import Part
 from outcore.run.transport.choose import point_to_point
 from outcore.run.transport.shared_memory import SharedRows
 
-__all__ = ["Engine"]
-
 _WRITTEN = 4
 """A flag among the requests of a rank: its part of a checkpoint is on the disk."""
 

@@ -18,8 +18,6 @@ from outcore.run.engine.worker import Worker
 from outcore.run.ranks.world import World
 from outcore.run.transport.p2p import HostPointToPoint
 
-__all__ = ["Comparison", "gather", "held_tensors", "with_measured_times"]
-
 
 def gather(world: World, worker: Worker, name: str) -> Timeline:
     """The timeline of the last step from all ranks; collective."""

@@ -22,8 +22,6 @@ from outcore.run.ranks.world import World
 from outcore.run.stage.recorded_stages import RecordedStages, RecordedStagesByShape
 from outcore.stream.source import ImageRows
 
-__all__ = ["BatchSplitter"]
-
 
 class BatchSplitter:
     """Takes in batches on one rank."""

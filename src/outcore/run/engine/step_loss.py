@@ -10,8 +10,6 @@ from outcore.run.engine.step_programs import TaggedProgram
 from outcore.run.engine.worker import ProgramRun, Worker
 from outcore.run.ranks.world import World
 
-__all__ = ["run_for_loss"]
-
 
 def run_for_loss(world: World, worker: Worker, run: ProgramRun, script: TaggedProgram, *, update: bool) -> float:
     """Execute this rank's part of a program and add the losses up over all ranks.

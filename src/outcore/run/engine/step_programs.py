@@ -17,8 +17,6 @@ from outcore.program.instructions import Key
 from outcore.program.plan.document import Plan
 from outcore.program.written_order import program_in_order
 
-__all__ = ["StepPrograms", "TaggedProgram"]
-
 
 @dataclass(frozen=True, slots=True)
 class TaggedProgram:

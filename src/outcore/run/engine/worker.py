@@ -37,8 +37,6 @@ from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoi
 from outcore.run.transport.part_messages import PartMessages
 from outcore.stream.source import ImageRows
 
-__all__ = ["ProgramRun", "RankMicroBatch", "Worker"]
-
 Of = tuple[int, int, int]
 """Stage, micro-batch, replica."""
 

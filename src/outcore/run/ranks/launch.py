@@ -36,8 +36,6 @@ from outcore.run.ranks.rendezvous import ADDRESS, VARIABLE
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.stopped import LOOK_S, StoppedRanks
 
-__all__ = ["launch", "rank_variables"]
-
 _GRACE_S = 20.0
 """Seconds for the other ranks to notice that one failed; then they are ended."""
 

@@ -38,8 +38,6 @@ from outcore.run.ranks.store_client import StoreClient
 if TYPE_CHECKING:
     from outcore.run.ranks.world import World
 
-__all__ = ["ADDRESS", "VARIABLE", "LauncherEnvironment", "Rendezvous", "find_secret", "meet", "meet_over"]
-
 ADDRESS = "OUTCORE_STORE"
 """The variable in which outcore's launcher gives its ranks the address of the store."""
 _LOOPBACK = "127.0.0.1"

@@ -38,8 +38,6 @@ from outcore.program.plan.document import Plan
 from outcore.run.stage.recorded_stages import RecordedStages
 from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["RunningStatistics", "make_equal", "synchronised_norm"]
-
 
 @dataclass(slots=True)
 class _Layer:

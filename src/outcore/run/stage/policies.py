@@ -32,8 +32,6 @@ from outcore.program.policies import Policies, Recompute
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
 
-__all__ = ["StagePolicies"]
-
 _BYTES_PER_S = 1e10
 """For the order of moments alone; nothing is predicted here."""
 _AT_ONCE = OffloadTarget(math.inf, math.inf, least_bytes=1)

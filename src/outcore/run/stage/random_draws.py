@@ -17,8 +17,6 @@ import torch
 
 from outcore.graph import Graph
 
-__all__ = ["RandomDraws", "random_calls"]
-
 _RANDOM = re.compile(
     r"dropout|rand|bernoulli|multinomial|normal_|uniform_|exponential|poisson|geometric_|cauchy_|rrelu|gumbel|"
     r"fractionalmaxpool|fractional_max_pool|drop_?path|stochastic_?depth|scaled_dot_product_attention|"

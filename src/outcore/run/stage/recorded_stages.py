@@ -33,8 +33,6 @@ from outcore.run.stage.random_draws import random_calls
 from outcore.run.stage.stage_module import Part
 from outcore.run.transport.p2p import TensorLayout
 
-__all__ = ["RecordedStages", "RecordedStagesByShape", "edges_of", "place_like"]
-
 
 class RecordedStages:
     """The network for one key."""

@@ -33,8 +33,6 @@ from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.prepared import PreparedStream, divided
 from outcore.stream.source import ImageRows, image_of
 
-__all__ = ["LOSS_TERM", "SplitStage"]
-
 LOSS_TERM = "term of the loss"
 """Stands for this rank's term of the loss among the values of a stage."""
 

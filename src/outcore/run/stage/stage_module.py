@@ -26,8 +26,6 @@ from outcore.graph.subgraph import Subgraph
 from outcore.run.ranks.current_work import CurrentWork
 from outcore.run.stage.random_draws import RandomDraws
 
-__all__ = ["Execute", "GradientSlot", "Part", "Values", "arrive", "relocate"]
-
 Values: TypeAlias = dict[str, torch.Tensor]
 
 

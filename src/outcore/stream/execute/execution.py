@@ -31,8 +31,6 @@ from outcore.stream.execute.tile_schedule import GlobalsStep, PassStep
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass
 
-__all__ = ["Execution", "GlobalNodes"]
-
 
 @dataclass
 class Execution(StepContext):

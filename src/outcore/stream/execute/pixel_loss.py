@@ -27,8 +27,6 @@ from outcore.stream.execute.tile_schedule import PassStep
 from outcore.stream.network import has_channels_last
 from outcore.stream.source import StreamedImage
 
-__all__ = ["PixelLoss", "one_pass", "pixel_loss_of", "target_region"]
-
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -8,8 +8,6 @@ import torch
 
 from outcore.stream.rules.normalise import Norm
 
-__all__ = ["update_statistics"]
-
 
 @torch.no_grad()
 def update_statistics(norm: Norm, moments: torch.Tensor, count: int) -> None:

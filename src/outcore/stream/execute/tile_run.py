@@ -28,8 +28,6 @@ from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
 from outcore.stream.rules.pool import MaxPool
 
-__all__ = ["fork", "modes", "run_tile"]
-
 
 def run_tile(
     network: RegionNetwork,

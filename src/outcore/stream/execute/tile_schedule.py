@@ -18,8 +18,6 @@ from outcore.program.index import InstructionAt
 from outcore.program.script import Pass, Run, Script, Tile
 from outcore.stream.plan.passes import TilePasses
 
-__all__ = ["GlobalsStep", "PassStep", "TileSchedule", "compile_tiles"]
-
 
 @dataclass(frozen=True)
 class GlobalsStep:

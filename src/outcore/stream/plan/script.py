@@ -33,8 +33,6 @@ from outcore.stream.plan.prepared import PreparedStream, StreamMode
 from outcore.stream.plan.step_figures import StepFigures, TileCost
 from outcore.stream.plan.tile_memory import StreamBytes
 
-__all__ = ["StreamedProgram", "emit", "pass_name"]
-
 
 def pass_name(index: int) -> str:
     """The name of a pass in a script."""

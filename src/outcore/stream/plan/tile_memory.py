@@ -22,9 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Ref, Tape
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
 from outcore.ops.region import elements, sizes
-from outcore.stream.arguments import device_of
 from outcore.stream.call import RuleContext
 from outcore.stream.execute.tile_run import run_tile
 from outcore.stream.execute.untiled_tail import UntiledTail
@@ -35,9 +34,6 @@ from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
 from outcore.stream.rules.pool import MaxPool
-
-__all__ = ["StreamBytes", "TileBytes", "held_elements", "largest_tile", "predict_bytes", "tile_bytes"]
-
 
 _WORTH_TRYING = 0.6
 """Tiles with a smaller share of the elements of the largest, in whatever pass, are assumed to need fewer bytes."""

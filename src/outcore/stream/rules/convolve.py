@@ -25,8 +25,6 @@ from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess, worthwhile
 from outcore.stream.rules.border import Reading, sliced
 
-__all__ = ["Convolution", "Finished", "TransposedConvolution", "finish", "is_fused"]
-
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

@@ -22,8 +22,6 @@ from outcore.ops.region import Region, sizes
 from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
 
-__all__ = ["Dropout", "Pointwise", "keep_mask"]
-
 _KINDS = "activation, identity, sum, product, arithmetic, selection, comparison, cast, copy"
 
 
