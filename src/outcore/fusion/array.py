@@ -34,7 +34,7 @@ from outcore.fusion.runner import RunMode, cut
 from outcore.fusion.slots import MemberSlots
 from outcore.fusion.training import eval_mode
 from outcore.fusion.verify import disagreement
-from outcore.graph.record.versions import ChangeCounter
+from outcore.graph.record.captured_module import ChangeCounter
 from outcore.graph.structure import leaves, substitute
 
 

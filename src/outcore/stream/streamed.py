@@ -22,9 +22,9 @@ from torch import nn
 
 from outcore.errors import StreamError
 from outcore.graph import Graph, capture
+from outcore.graph.record.captured_module import RecordingVersions
 from outcore.graph.record.keys import key_of
 from outcore.graph.record.recording import Context
-from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import device_of, leaves
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region

@@ -81,6 +81,8 @@ class SelectedFusions:
 
     def applied(self, graph: Graph, model: nn.Module, costs: Costs, rate: float) -> tuple[Graph, Costs]:
         """The network and its costs with these fusions."""
+        if self == SelectedFusions():
+            return graph, costs
         to = Rewrite(graph, self._expected(costs, rate))
         rewrite_layer_norms(to, self.layer_norms, model, rate)
         rewrite_scales(to, self.scales, rate)

@@ -29,10 +29,17 @@ from collections.abc import Sequence
 
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes
-from outcore.program.checker.rules import check_channels, check_computes, check_inputs, check_updates
+from outcore.program.checker.rules import (
+    InstructionAt,
+    ProgramIndex,
+    check_channels,
+    check_computes,
+    check_inputs,
+    check_updates,
+    refuse,
+)
 from outcore.program.checker.script_rules import check_scripts
 from outcore.program.compile import keys_needed
-from outcore.program.index import InstructionAt, ProgramIndex, refuse
 from outcore.program.instructions import Backward, Forward, Key, Reduce, Send
 from outcore.program.program import Program
 from outcore.program.simulator.links import Links

@@ -40,8 +40,7 @@ from outcore.run.engine.loader import Loader
 from outcore.run.engine.measured import Comparison, gather, held_tensors
 from outcore.run.engine.settings import EngineOptions, EngineSettings
 from outcore.run.engine.setup import check_optimizer, choose_device, make_optimizer
-from outcore.run.engine.split_batch import BatchSplitter
-from outcore.run.engine.step_loss import run_for_loss
+from outcore.run.engine.split_batch import BatchSplitter, run_for_loss
 from outcore.run.engine.update import GradientUpdate
 from outcore.run.engine.worker import Worker
 from outcore.run.ranks.faults import FaultMonitor

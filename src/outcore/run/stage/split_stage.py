@@ -18,8 +18,7 @@ import torch
 from outcore.errors import EngineError, PlanError
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import elements
-from outcore.run.stage.random_draws import RandomDraws
-from outcore.run.stage.stage_module import Part, Values
+from outcore.run.stage.stage_module import Part, RandomDraws, Values
 from outcore.spatial.communicator import Communicator
 from outcore.spatial.exchange import new_token
 from outcore.spatial.execute import SplitRun, SplitState

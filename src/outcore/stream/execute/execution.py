@@ -24,12 +24,12 @@ from outcore.graph.record.recording import Tape
 from outcore.ops.region import Region, whole
 from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.map_store import MapStore
-from outcore.stream.execute.running_statistics import update_statistics
 from outcore.stream.execute.step_context import StepContext
 from outcore.stream.execute.tile_dedup import IdenticalTiles, TileDedup
 from outcore.stream.execute.tile_schedule import GlobalsStep, PassStep
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass
+from outcore.stream.rules.normalise import Norm
 
 
 @dataclass
@@ -284,3 +284,17 @@ class GlobalNodes:
 def _is_parameter(network: RegionNetwork, name: str) -> bool:
     holder, _, last = name.rpartition(".")
     return last in network.model.get_submodule(holder)._parameters
+
+
+@torch.no_grad()
+def update_statistics(norm: Norm, moments: torch.Tensor, count: int) -> None:
+    """Update the running mean and (unbiased) variance of a batch norm with those of this step."""
+    m: Any = norm.module
+    if m is None or not m.training or not m.track_running_stats or m.running_mean is None:
+        return
+    if m.num_batches_tracked is not None:
+        m.num_batches_tracked.add_(1)
+    factor = 1.0 / float(m.num_batches_tracked) if m.momentum is None else m.momentum
+    mean, variance = moments[0].flatten(), moments[1].flatten() * (count / max(1, count - 1))
+    m.running_mean.mul_(1 - factor).add_(mean.to(m.running_mean.dtype), alpha=factor)
+    m.running_var.mul_(1 - factor).add_(variance.to(m.running_var.dtype), alpha=factor)
