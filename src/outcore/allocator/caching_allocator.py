@@ -140,7 +140,7 @@ Event = tuple[int, int]
 """Number of a tensor, and its bytes; 0 where it is freed."""
 
 
-class Segment(FreeBlocks):
+class ExpandableSegment(FreeBlocks):
     """A row of blocks that grows at its end."""
 
     __slots__ = ("_living", "_step", "size", "top")
@@ -194,8 +194,8 @@ def reserved_by(events: Iterable[Event], beside: Mapping[int, Iterable[Event]] |
         events: tensors as they come and go, those that go with no bytes.
         beside: further ones, by the number of the event they come before.
     """
-    segments = {small: Segment(small=small) for small in (True, False)}
-    living: dict[int, Segment] = {}
+    segments = {small: ExpandableSegment(small=small) for small in (True, False)}
+    living: dict[int, ExpandableSegment] = {}
     beside = beside or {}
     for i, event in enumerate(events):
         for name, size in (*beside.get(i, ()), event):

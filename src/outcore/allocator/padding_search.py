@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from outcore.allocator.caching_allocator import Event, Segment, is_small, reserved_by, rounded
+from outcore.allocator.caching_allocator import Event, ExpandableSegment, is_small, reserved_by, rounded
 from outcore.graph.record.recording import Step, Tape
 
 _MIB = 2**20
@@ -201,7 +201,7 @@ class _Search:
 
     def reach(self, padding_blocks: Sequence[PaddingBlock], most: float) -> tuple[int, int]:
         """How many events fit into so many bytes, one more than all if they do; and how far the segment is used."""
-        segment, begun = Segment(), 0
+        segment, begun = ExpandableSegment(), 0
         beside = _beside(padding_blocks, self.steps)
         for i in sorted({*beside, len(self.events)}):
             for at, (name, size) in enumerate((*self.events[begun:i], *beside.get(i, ())), begun):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from outcore.allocator.caching_allocator import Event, Segment, is_small, rounded
+from outcore.allocator.caching_allocator import Event, ExpandableSegment, is_small, rounded
 from outcore.allocator.process_limit import limit_for
 from outcore.compiled.lifetimes import Held, StepOfGraph
 
@@ -50,8 +50,8 @@ class Allocator:
         Args:
             points: the pieces of a step as chosen, in their order.
         """
-        segments = {small: Segment(small=small) for small in (True, False)}
-        places: dict[int, tuple[Segment, int]] = {}
+        segments = {small: ExpandableSegment(small=small) for small in (True, False)}
+        places: dict[int, tuple[ExpandableSegment, int]] = {}
         history: list[dict[str, Any]] = []
         reserved = living = most = 0
         for name, size in step_events(points, self):

@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
 from outcore.memory.chunked_loss.head import Head, OperandGradients
-from outcore.memory.chunked_loss.reductions import Reduction
+from outcore.memory.chunked_loss.reductions import RowReduction
 
 if TYPE_CHECKING:
     from outcore.memory.chunked_loss.row_ops import RowLayout, RowOp
@@ -62,7 +62,7 @@ class Term:
     """From the layer to the rows that are reduced."""
     rows: tuple[torch.Tensor | None, int]
     """Which rows of the layer, and how many."""
-    reduction: Reduction
+    reduction: RowReduction
     grad: torch.Tensor | None = None
     made: OperandGradients | None = None
     """Gradients of the operands, without the incoming one, if they were made in forward."""
@@ -196,7 +196,7 @@ class LazyGradient(torch.Tensor):
         return func(*given[0], **given[1])
 
 
-def reduce_rows(tensor: LazyTensor, found: Reduction) -> torch.Tensor:
+def reduce_rows(tensor: LazyTensor, found: RowReduction) -> torch.Tensor:
     """Reduce a lazy tensor, chunk by chunk."""
     wanted = tensor.requires_grad and torch.is_grad_enabled() and found.differentiable
     layout = tensor.row_layout

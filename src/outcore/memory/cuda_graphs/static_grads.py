@@ -124,7 +124,7 @@ def _dense(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-class GraphMemory:
+class CudaGraphMemory:
     """Tells whether a tensor is in memory of CUDA graphs."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class GraphGradients:
     """
 
     def __init__(self, is_overwritten: Callable[[torch.Tensor], bool] | None = None) -> None:
-        self.is_overwritten = is_overwritten if is_overwritten is not None else GraphMemory()
+        self.is_overwritten = is_overwritten if is_overwritten is not None else CudaGraphMemory()
         self.left: list[TensorWeakRef] = []
         """What the last backward has left."""
 

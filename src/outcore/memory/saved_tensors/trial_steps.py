@@ -181,13 +181,13 @@ class _Trial:
         self.limited = False
         """Whether the process has a limit of its own."""
 
-    def __call__(self, free_bytes: int) -> Tried | None:
+    def __call__(self, free_bytes: int) -> TriedOverhead | None:
         """A step that leaves so many bytes free."""
         if time.monotonic() > self.end or not self.plan(free_bytes):
             return None
         entry = self.made[free_bytes][0]
         taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss, limited=self.limited)
-        return Tried(free_bytes, taken, entry.plan.outcome.time_s)
+        return TriedOverhead(free_bytes, taken, entry.plan.outcome.time_s)
 
     def plan(self, free_bytes: int) -> bool:
         """Put such a plan in force; whether there is one."""
@@ -312,7 +312,7 @@ _SLOWER = 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedOverhead:
     """A step under a plan that leaves so many bytes free."""
 
     free_bytes: int
@@ -323,8 +323,8 @@ class Tried:
 
 
 def least_overhead(
-    attempt: Callable[[int], Tried | None], budget_bytes: int, begin_bytes: int = 0, tries: int = _TRIES
-) -> Tried:
+    attempt: Callable[[int], TriedOverhead | None], budget_bytes: int, begin_bytes: int = 0, tries: int = _TRIES
+) -> TriedOverhead:
     """The fastest step that was seen to stay within a budget; if none did, the one that took least.
 
     Args:
