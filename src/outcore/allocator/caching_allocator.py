@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from outcore.cost.measured.live_bytes import LiveBytes, storage_key
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.graph.aliasing import storage_key
 
 MIB = 2**20
 UNIT, SMALL = 512, MIB

@@ -51,6 +51,16 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """A context after which attributes, buffers and random states are as before, whatever a run has written."""
+    state = ModelState(model, state_tensors(model))
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """A context with every module in eval mode, and back as each was."""
     modes = [(module, module.training) for module in model.modules()]

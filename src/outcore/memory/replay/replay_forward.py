@@ -160,7 +160,7 @@ class _Tape(Tape):
             self.pending.clear()
             return
         if name in compiled.random:
-            self.owner.states[name] = generator_states(step, self)
+            self.owner.states[name] = generator_states(*fill((step.args, step.kwargs), self.get))
         drop, step_ = step.drop, step
         if name in compiled.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
