@@ -3,7 +3,7 @@
 from outcore.ops import recompute_encode as recompute_encode
 from outcore.ops import saved as saved
 from outcore.ops import signature as signature
-from outcore.ops import views as views
+from outcore.ops import traits as traits
 from outcore.ops.describe import describe as describe
 from outcore.ops.registry import FACETS as FACETS
 from outcore.ops.registry import Facet as Facet

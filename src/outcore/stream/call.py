@@ -22,7 +22,7 @@ from outcore.graph.structure import leaves, substitute
 from outcore.ops.region import Region
 from outcore.ops.registry import Facet, find
 from outcore.ops.signature import SIGNATURES
-from outcore.ops.views import out_of_place
+from outcore.ops.traits import out_of_place
 from outcore.stream.execute.border_padding import WidenedInput
 
 

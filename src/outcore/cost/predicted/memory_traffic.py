@@ -28,7 +28,7 @@ from outcore.cost.costs import Costs
 from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Step
 from outcore.ops.registry import Facet, names
-from outcore.ops.views import CAST_DOWN, CAST_UP, WITHOUT_WORK
+from outcore.ops.traits import CAST_DOWN, CAST_UP, WITHOUT_WORK
 
 _HALVES = ("bfloat16", "float16")
 _CASTS = names("to", "type", "bfloat16", "half", "type_as")

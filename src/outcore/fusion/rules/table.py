@@ -19,7 +19,7 @@ from outcore.fusion.rules.functions import function_rule
 from outcore.fusion.rules.modules import module_rule
 from outcore.graph.naming import function_name
 from outcore.ops.registry import find, of_layer
-from outcore.ops.views import RANDOM
+from outcore.ops.traits import RANDOM
 
 
 def run(call: FusedCall) -> Any:

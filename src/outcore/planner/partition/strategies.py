@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 
 from outcore.errors import PlanError
-from outcore.planner.partition.dp_dispatch import cut_line
+from outcore.planner.partition.dynamic_programs import cut_line
 from outcore.planner.partition.interval_tables import IntervalTables
 from outcore.planner.partition.milp import MilpObjective, solve_integer
 from outcore.planner.partition.topological_orders import coarse_places, is_row, linear_orders

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outcore.planner.partition.dp_dispatch import cut_line
+from outcore.planner.partition.dynamic_programs import cut_line
 from outcore.planner.partition.interval_tables import IntervalTables
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.topological_orders import coarse_places
