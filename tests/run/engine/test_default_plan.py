@@ -35,7 +35,7 @@ def test_a_model_without_an_example_says_what_to_pass() -> None:
     from torch import nn
 
     from outcore.errors import EngineError
-    from outcore.run.engine.build import _plan
+    from outcore.run.engine.default_plan import _plan
 
     with pytest.raises(EngineError, match="pass example=inputs"):
         _plan(2, nn.Linear(2, 2), None)
