@@ -38,7 +38,8 @@ from outcore.graph import Graph, capture
 from outcore.graph.record.keys import key_of
 from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.offload.bandwidth import measured_tier, memory_rate
-from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment, fit

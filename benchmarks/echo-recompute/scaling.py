@@ -25,7 +25,8 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph import Graph, capture
 from outcore.graph.record.keys import key_of
-from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import fit
 from outcore.program.policies import Policies

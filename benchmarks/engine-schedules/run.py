@@ -20,6 +20,7 @@ import platform
 import random
 import socket
 import statistics
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -30,13 +31,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import outcore
-from outcore.planner import weights_from_shapes
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.program import Links, save_trace
 from outcore.run import Engine
 from outcore.run.engine.measured import Comparison, with_measured_times
+from tests.planner.shape_weights import weights_from_shapes
 
 VARIANTS = {
     "model-parallel": {"schedule": "model_parallel", "micro_batches": 4},

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 import outcore
 from outcore.fusion import RunMode, choose, forecast
 from outcore.fusion.program import autotune
-from outcore.fusion.program.autotune import group_width
-from outcore.fusion.program.layerwise import measure_convolutions
+from outcore.fusion.program.autotune import group_width, measure_convolutions
 from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.verify import disagreement
 from tests.fusion.workloads import Workload

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from outcore.kernels import bitmask as bits
 from outcore.kernels import byte_index_pool as pools
 from outcore.kernels import sparse_quantize as numbers
-from outcore.memory.encode.pool_positions import PoolWindow
+from outcore.kernels.pool_window import PoolWindow
 from outcore.ops.recompute_encode import GROUP
 
 SHAPE = (64, 64, 224, 224)

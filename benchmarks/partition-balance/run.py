@@ -31,10 +31,11 @@ from torch import nn
 import outcore
 from outcore import models
 from outcore.graph import Graph
-from outcore.planner import CallWeights, Pipeline, split, weights_from_shapes
+from outcore.planner import CallWeights, Pipeline, split
 from outcore.planner.partition.units import find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 from tests.foreign.shim import define_torchvision_operators
+from tests.planner.shape_weights import weights_from_shapes
 
 HERE = Path(__file__).parent
 

@@ -29,9 +29,8 @@ from outcore.graph import Graph
 from outcore.machine import parse
 from outcore.models import ResNet110V2
 from outcore.planner import CallWeights, Pipeline, plan, split
-from outcore.planner.pipeline.lower import predict_timeline
+from outcore.planner.pipeline.lower import SCHEDULE_NAMES, predict_timeline
 from outcore.planner.pipeline.schedule_model import Schedule
-from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
 
 HERE = Path(__file__).parent

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from outcore.kernels import layer_norm as layer_norm_triton_kernels
 from outcore.kernels import layer_scale
 from outcore.memory.op_fusion.layer_norm_cast import _LayerNorm
-from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
+from outcore.memory.op_fusion.layer_scale_sum import LayerScaleSum
 
 SHAPES = [(1, 1024, 1024, 96), (1, 512, 512, 192), (1, 256, 256, 384), (1, 128, 128, 768)]
 Made = Callable[[], torch.Tensor]
@@ -83,7 +83,7 @@ def scaled_sum(shape: tuple[int, ...], half: bool) -> Ways:
     )
     scale = torch.randn(width, 1, 1, device="cuda", requires_grad=True)
     noise, g = torch.rand(1, 1, 1, 1, device="cuda"), torch.randn(shape, device="cuda").permute(0, 3, 1, 2)
-    ours = ScaledSum(1, torch.float32)
+    ours = LayerScaleSum(1, torch.float32)
     sizes = (x.nbytes + 2 * residual.nbytes, 2 * x.nbytes + g.nbytes)
     return {
         "torch": (lambda: (scale * x * noise).add_(residual), [x, scale, residual], g, *sizes),

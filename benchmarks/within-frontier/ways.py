@@ -27,7 +27,8 @@ from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.keys import key_of
 from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.saved_tensors import plan_call
-from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.evaluate import StepModel
 from outcore.program.policies import parse_policies
 

@@ -11,27 +11,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = [
-    "CaptureError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "FullDiskError",
-    "JobError",
-    "MachineError",
-    "ModelError",
-    "OutcoreError",
-    "PlanError",
-    "ProgramError",
-    "ScanError",
-    "StreamError",
-    "TrainError",
-    "VaryingError",
-    "WhatIfError",
-    "suggest",
-]
-
 
 class OutcoreError(Exception):
     """Base of everything outcore raises on purpose."""

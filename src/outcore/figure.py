@@ -15,20 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = [
-    "COLOURS",
-    "DASHES",
-    "Axes",
-    "Span",
-    "bytes_unit",
-    "document",
-    "legend",
-    "line",
-    "rectangle",
-    "text",
-    "time_unit",
-]
-
 COLOURS = {
     "blue": "#0072b2",
     "orange": "#e69f00",

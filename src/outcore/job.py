@@ -33,8 +33,6 @@ from outcore.graph import Graph, capture
 from outcore.graph.source import blame
 from outcore.keras.installed import as_module, repeatable, settle_triton
 
-__all__ = ["Input", "Job"]
-
 _EXAMPLE = """\
 def model():
     return torchvision.models.resnet50()

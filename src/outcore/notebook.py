@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from importlib import import_module
 
-__all__ = ["html_of"]
-
 _MODULE = "outcore.explore.notebook_display"
 _FUNCTIONS = {"Graph": "graph_html", "Costs": "costs_html", "Plan": "plan_html", "Timeline": "timeline_html"}
 

@@ -38,8 +38,6 @@ from outcore.planner.memory.search import smallest
 from outcore.program.plan.document import Plan
 from outcore.program.policies import parse_policies
 
-__all__ = ["ParameterRow", "Verdict", "verify_job"]
-
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 

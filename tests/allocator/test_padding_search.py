@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outcore.allocator.expandable_segments import Event, reserved_by
+from outcore.allocator.caching_allocator import Event, reserved_by
 from outcore.allocator.padding_search import (
     PaddingBlock,
     PaddingSearch,

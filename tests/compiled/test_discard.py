@@ -15,7 +15,7 @@ from outcore.compiled.in_place import install_compiled_forward
 from outcore.compiled.settings import CompileSettings
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
+from outcore.memory.cuda_graphs.static_grads import GraphGradients
 
 
 class Network(nn.Module):

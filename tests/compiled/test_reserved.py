@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outcore.allocator.expandable_segments import reserved_by
+from outcore.allocator.caching_allocator import reserved_by
 from outcore.allocator.process_limit import limit_for
 from outcore.compiled.lifetimes import Held, StepOfGraph, step_of
 from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of, smaller

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.costs import CallCost, Costs, Saved, total
+from outcore.cost.costs import CallCost, Costs, total
 from outcore.cost.measured.saved_bytes import account
+from outcore.cost.saved import Saved
 from outcore.machine.clock import TimedRuns
 
 

@@ -17,8 +17,8 @@ import outcore
 from outcore.fusion import RunMode
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
+from outcore.fusion.rules.functions import extreme
 from outcore.fusion.rules.matmul import linear
-from outcore.fusion.rules.max_min import extreme
 from outcore.ops import operation
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode import bitmask, pool_positions, sparse_quantize
-from outcore.memory.encode.pool_positions import PoolWindow
 from outcore.ops.recompute_encode import GROUP
 from tests.foreign.sample import one_in
 

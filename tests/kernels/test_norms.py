@@ -99,7 +99,7 @@ def test_a_bias_with_its_relu(shape: tuple[int, ...], dtype: torch.dtype, last: 
 @pytest.mark.parametrize("dtype", [*UNITS, torch.float16])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_sum_with_its_relu(shape: tuple[int, ...], dtype: torch.dtype, inplace: bool) -> None:
-    from outcore.kernels.add_relu import rectified_sum
+    from outcore.kernels.bias_relu import rectified_sum
 
     x, y = (torch.randn(shape, dtype=dtype) for _ in range(2))
     x.view(-1)[0], y.view(-1)[1] = float("nan"), float("inf")

@@ -11,7 +11,7 @@ from torch import nn
 import outcore
 from outcore.memory.op_fusion import select
 from outcore.memory.op_fusion.layer_norm_cast import _LayerNorm
-from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
+from outcore.memory.op_fusion.layer_scale_sum import LayerScaleSum
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.planner.memory.plan import MemoryPlan
 from tests.memory.op_fusion.test_layer_scale import Block, Last
@@ -82,7 +82,7 @@ def test_scaled_sum(shape: tuple[int, ...], given: torch.dtype, kind: torch.dtyp
     scale = torch.randn(shape[1], 1, 1, device="cuda", dtype=kind)
     mine = [t.detach().requires_grad_() for t in (x, scale, residual)]
     exact = [t.double().requires_grad_() for t in (x, scale, residual)]
-    y = ScaledSum(1, kind)(mine[0], mine[1], by, mine[2])
+    y = LayerScaleSum(1, kind)(mine[0], mine[1], by, mine[2])
     assert isinstance(y, torch.Tensor)
     wanted = exact[2] + exact[0] * exact[1] * (1 if by is None else by.double())
     y.backward(g)
@@ -104,7 +104,7 @@ def test_scaled_sum_in_two_types() -> None:
     scale = torch.randn(96, 1, 1, device="cuda")
     mine = [t.detach().requires_grad_() for t in (x, scale, residual)]
     exact = [t.double().requires_grad_() for t in (x, scale, residual)]
-    found = ScaledSum(1, SINGLE, HALF)(mine[0], mine[1], None, mine[2])
+    found = LayerScaleSum(1, SINGLE, HALF)(mine[0], mine[1], None, mine[2])
     assert isinstance(found, tuple)
     y, copied = found
     wanted = exact[2] + exact[0] * exact[1]

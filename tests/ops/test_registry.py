@@ -27,7 +27,7 @@ from outcore.ops import Facet, find, kinds, names, operation, operations
 from outcore.ops.recompute_encode import again
 from outcore.ops.saved import SAVED
 from outcore.ops.signature import SIGNATURES
-from outcore.ops.views import SHARING
+from outcore.ops.traits import SHARING
 from outcore.program.policies import RECOMPUTE
 from tests.ops.samples import Sample, samples
 

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.planner import Pipeline, plan, weights_from_shapes
+from outcore.planner import Pipeline, plan
 from outcore.planner.pipeline.candidates import Candidate, candidates_for
+from outcore.planner.pipeline.lower import RankLink
 from outcore.planner.pipeline.search import PlanSearch, SimulatedCandidate, _levels, fewest_in_flight
-from outcore.planner.pipeline.simulate_candidate import RankLink
 from tests.planner.pipeline.test_search import chain
+from tests.planner.shape_weights import weights_from_shapes
 
 
 class Tied(nn.Module):

@@ -16,9 +16,10 @@ import outcore
 from outcore import models
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.planner import CallWeights, Partition, Pipeline, plan, split, weights_from_shapes
+from outcore.planner import CallWeights, Partition, Pipeline, plan, split
 from tests.foreign.sample import one_in
 from tests.planner.nets import build
+from tests.planner.shape_weights import weights_from_shapes
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet110v2": (models.ResNet110V2, (8, 3, 256, 256)),

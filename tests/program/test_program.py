@@ -14,8 +14,6 @@ import outcore.program
 from outcore.errors import ProgramError
 from outcore.program import (
     Backward,
-    CopyIn,
-    CopyOut,
     Forward,
     OptimizerStep,
     Program,
@@ -45,8 +43,6 @@ SCRIPTED = Program(
                     Encode("b:out", "bits", 4, 0.1),
                 ),
             ),
-            CopyOut(0, 0, 16, value="c:out"),
-            CopyIn(0, 0, 16, value="c:out"),
             Backward(
                 0, 0, 0, (Fetch("a:out", 8), Wait("a:out"), Decode("b:out", "bits", 4), Recompute("d", ("e",), 2))
             ),
@@ -64,10 +60,10 @@ def test_a_program_reads_back_equal(case: tuple[Stages, Program]) -> None:
     assert Stages.from_json(json.loads(json.dumps(network.to_json()))) == network
 
 
-def test_scripts_and_copies_are_saved_with_it(tmp_path: Path) -> None:
+def test_scripts_are_saved_with_it(tmp_path: Path) -> None:
     SCRIPTED.save(tmp_path / "program.json")
     assert Program.load(tmp_path / "program.json") == SCRIPTED
-    assert len((tmp_path / "program.json").read_text().splitlines()) == 9
+    assert len((tmp_path / "program.json").read_text().splitlines()) == 7
 
 
 def test_it_prints_what_each_rank_computes_with_a_prime_for_the_second_replica() -> None:

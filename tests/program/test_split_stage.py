@@ -1,7 +1,7 @@
 """A first stage on several ranks: who computes, who sends, and over whom gradients are added up."""
 
 from outcore.program import Forward, OptimizerStep, Receive, Reduce, Send, Stages, compile_program
-from outcore.program.split_stage import split_first_stage
+from outcore.program.compile import split_first_stage
 
 
 def test_two_replicas_whose_first_stage_is_on_two_ranks_each() -> None:

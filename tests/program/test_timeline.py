@@ -14,8 +14,6 @@ from outcore.errors import ProgramError
 from outcore.machine import Link, parse
 from outcore.program import (
     Backward,
-    CopyIn,
-    CopyOut,
     Edge,
     Forward,
     Links,
@@ -124,8 +122,9 @@ def test_copies_run_beside_computing_and_share_a_bus_that_is_not_duplex() -> Non
 
 def test_offloaded_activations_leave_after_their_forward_and_come_back_before_their_backward() -> None:
     stages = Stages((Stage((), 1.0, 2.0, 8, 0, 0, 0, 0),), ())
-    out, back = CopyOut(0, 0, 8), CopyIn(0, 0, 8)
-    program = Program("offload", ((Forward(0, 0), out, Forward(0, 1), back, Backward(0, 0), Backward(0, 1)),))
+    first = Forward(0, 0, 0, (Run(("a",), 1.0), Evict("a", 8)))
+    back = Backward(0, 0, 0, (Fetch("a", 8), Wait("a"), Run(("a",), 2.0)))
+    program = Program("offload", ((first, Forward(0, 1), back, Backward(0, 1)),))
     timeline = simulate(program, stages, Links(host=Link.symmetric(bandwidth_bytes_per_s=8.0)))
     assert timeline.step_s == 1 + 1 + 1 + 2 + 2
     curve = timeline.memory[0]

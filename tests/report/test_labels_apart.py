@@ -20,8 +20,7 @@ from outcore.fusion.sweep.curves import draw_curves
 from outcore.fusion.sweep.trials import TrialResult
 from outcore.machine import parse
 from outcore.models import UNet
-from outcore.planner.memory.frontier import frontier
-from outcore.planner.memory.plan import plan_memory
+from outcore.planner.memory.plan import frontier, plan_memory
 from outcore.program import Stages, chart, compile_program, simulate
 from outcore.report.evaluation import evaluate
 from outcore.report.evaluation_svg import confusion_svg, curves_svg

@@ -90,7 +90,8 @@ hundredth after seven, in plain PyTorch too."""
 
 @cache
 def _register(name: str, stages: int) -> None:
-    from outcore.planner import split, weights_from_shapes
+    from outcore.planner import split
+    from tests.planner.shape_weights import weights_from_shapes
 
     define_torchvision_operators()
     make, batch, loss = _MODELS[name]

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import outcore
-from outcore.planner import weights_from_shapes
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.program import Links
 from outcore.run import Engine
 from tests.foreign.sample import one_in
+from tests.planner.shape_weights import weights_from_shapes
 from tests.run.networks import CASES, Dense, Residual, UNet, images
 from tests.run.pool import Pool
 from tests.run.test_gradients import SCHEDULES

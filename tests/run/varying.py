@@ -12,8 +12,7 @@ from torch import nn
 import outcore
 from outcore.program import Stages, synthesise
 from outcore.run import Engine, LossScale
-from outcore.run.stage.random_draws import RandomDraws
-from outcore.run.stage.stage_module import Part
+from outcore.run.stage.stage_module import Part, RandomDraws
 from tests.run.networks import CASES, Residual, UNet, classes, images
 from tests.run.training import batches_of, fingerprint, gradients, make_plan, momentum, share
 

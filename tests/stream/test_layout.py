@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.models import UNet
 from outcore.stream import stream
-from outcore.stream.execute.fork import fork
 from outcore.stream.execute.map_store import memory_format
+from outcore.stream.execute.tile_run import fork
 from outcore.stream.rules.border import sliced
 
 HELD = ((0, 1), (0, 4), (10, 30), (5, 25))

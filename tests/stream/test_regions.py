@@ -26,7 +26,7 @@ from outcore.ops.region import (
     inside,
 )
 from outcore.stream.call import RuleContext
-from outcore.stream.execute.global_nodes import GlobalNodes
+from outcore.stream.execute.execution import GlobalNodes
 from outcore.stream.execute.tile_run import run_tile
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import divide

@@ -3,7 +3,7 @@
 Where the allocator puts a tensor follows from what is free at that moment, so a piece of memory that is allocated for a
 while and never used, a *padding block*, moves what comes after it to other places. It costs no time: a graph captures
 what runs, not what is allocated. The first capture shows in which order tensors come and go. The allocator's rules are
-known (`outcore.allocator.expandable_segments`), so any padding block can be tried on that order without capturing
+known (`outcore.allocator.caching_allocator`), so any padding block can be tried on that order without capturing
 again; the best ones found in a short search are put into the second capture, which reserves what was predicted. On six
 networks fragmentation shrank from 3 to 21 % of the memory to 1 to 6 %.
 
@@ -23,11 +23,8 @@ from typing import Any
 
 import torch
 
-from outcore.allocator.expandable_segments import Event, Segment, reserved_by
-from outcore.allocator.free_blocks import is_small, rounded
+from outcore.allocator.caching_allocator import Event, ExpandableSegment, is_small, reserved_by, rounded
 from outcore.graph.record.recording import Step, Tape
-
-__all__ = ["PaddingBlock", "PaddingSearch", "best_padding_blocks"]
 
 _MIB = 2**20
 _SEED, _MOST, _MOST_REACHING, _NEAR = 0, 4, 6, 2**20
@@ -204,7 +201,7 @@ class _Search:
 
     def reach(self, padding_blocks: Sequence[PaddingBlock], most: float) -> tuple[int, int]:
         """How many events fit into so many bytes, one more than all if they do; and how far the segment is used."""
-        segment, begun = Segment(), 0
+        segment, begun = ExpandableSegment(), 0
         beside = _beside(padding_blocks, self.steps)
         for i in sorted({*beside, len(self.events)}):
             for at, (name, size) in enumerate((*self.events[begun:i], *beside.get(i, ())), begun):

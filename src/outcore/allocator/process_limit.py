@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LimitTrace", "has_limit", "limit_for"]
-
 _SMALL, _SMALL_SEGMENT = 2**20, 2 * 2**20
 _MEDIUM, _MEDIUM_SEGMENT = 10 * 2**20, 20 * 2**20
 _OTHERWISE = (AttributeError, KeyError, RuntimeError, TypeError)

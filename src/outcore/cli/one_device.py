@@ -26,10 +26,9 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes
+from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.evaluate import StepModel
-from outcore.planner.memory.frontier import frontier
-from outcore.planner.memory.machine_tier import tier_of
-from outcore.planner.memory.plan import plan_memory
+from outcore.planner.memory.plan import frontier, plan_memory
 from outcore.planner.memory.search import Assignment
 from outcore.program import Event, Timeline
 from outcore.program.plan.document import Plan

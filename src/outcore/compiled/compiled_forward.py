@@ -45,8 +45,8 @@ from outcore.compiled.torch_partitioner import (
 from outcore.compiled.trial_step import Tried, try_step, with_content
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph.structure import leaves, substitute
-from outcore.memory.cuda_graphs.graph_gradients import GraphGradients
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
+from outcore.memory.cuda_graphs.static_grads import GraphGradients
 from outcore.memory.saved_tensors.live_forward import is_looked_at
 
 __all__ = ["CompiledForward", "Entry"]

@@ -4,7 +4,7 @@ A budget bounds reserved memory. Between living buffers there are holes that fit
 at a time, and a limit that a process has set for itself is compared with what is reserved *and* the whole next request
 (`outcore.allocator.process_limit`). How much all that is follows from the order in which buffers come and go, and the
 lifetimes of a step tell that order: three steps are played against the allocator's own rules
-(`outcore.allocator.expandable_segments`), since what stays from the first lies in the way of the second.
+(`outcore.allocator.caching_allocator`), since what stays from the first lies in the way of the second.
 
     step 1   forward ─▶ loss ─▶ backward ─▶ optimizer's state comes, and stays
     step 2   the last gradients go, forward ─▶ …
@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from outcore.allocator.expandable_segments import Event, Segment
-from outcore.allocator.free_blocks import is_small, rounded
+from outcore.allocator.caching_allocator import Event, ExpandableSegment, is_small, rounded
 from outcore.allocator.process_limit import limit_for
 from outcore.compiled.lifetimes import Held, StepOfGraph
 
@@ -51,8 +50,8 @@ class Allocator:
         Args:
             points: the pieces of a step as chosen, in their order.
         """
-        segments = {small: Segment(small=small) for small in (True, False)}
-        places: dict[int, tuple[Segment, int]] = {}
+        segments = {small: ExpandableSegment(small=small) for small in (True, False)}
+        places: dict[int, tuple[ExpandableSegment, int]] = {}
         history: list[dict[str, Any]] = []
         reserved = living = most = 0
         for name, size in step_events(points, self):

@@ -17,17 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outcore.cost.costs import CallCost, Costs, Saved
+from outcore.cost.costs import CallCost, Costs
 from outcore.cost.predicted.held_values import held_values
 from outcore.cost.predicted.step_memory import calls_with_backward
+from outcore.cost.saved import Saved
 from outcore.graph import Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.ops.recompute_encode import PIXELS, POOLS, Need, again, need
 from outcore.ops.registry import find, names, operation, spatial_dims
-
-__all__ = ["Buffer", "buffers_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from outcore.cost.predicted.roofline import Ceiling
 from outcore.documents.schema import Anything, ListOf, MapOf, Maybe, Number, OneOf, Problem, Record, Schema, Text, Whole
 from outcore.documents.typed_schema import schema_of
 
-__all__ = ["calibration_schema"]
-
 
 class _Numbers(ListOf):
     """A list of numbers; of a good one, of which a calibration has a million, at the speed of the interpreter."""

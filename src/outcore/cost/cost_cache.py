@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -23,9 +22,8 @@ import torch
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
 from outcore.cost.measured.saved_bytes import device_name, device_of, recording_of
+from outcore.errors import OutcoreError
 from outcore.graph import Graph
-
-__all__ = ["cache_folder", "measured"]
 
 _MOST = 32
 """Networks whose costs are remembered in memory."""
@@ -101,16 +99,10 @@ def _read(key: str, graph: Graph) -> Costs | None:
 
 
 def _write(key: str, costs: Costs) -> None:
-    """Keep costs in a file, if that can be: written aside, then renamed."""
+    """Keep costs in a file, if that can be."""
     folder = cache_folder()
     if folder is None:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, OutcoreError):
         folder.mkdir(parents=True, exist_ok=True)
-        number, aside = tempfile.mkstemp(dir=folder, suffix=".partial")
-        os.close(number)
-        try:
-            costs.save(aside)
-            Path(aside).replace(folder / f"{key}.json")
-        finally:
-            Path(aside).unlink(missing_ok=True)
+        costs.save(folder / f"{key}.json")

@@ -30,8 +30,6 @@ from outcore.notebook import html_of
 if TYPE_CHECKING:
     from outcore.graph import Graph
 
-__all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
-
 FORMAT = 2
 
 Source = Literal["measured", "analytic", "scaled", "unknown"]

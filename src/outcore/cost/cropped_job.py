@@ -20,8 +20,6 @@ from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine.units import format_bytes
 
-__all__ = ["crop_batch", "fitting_side", "longest_side"]
-
 _MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}
 _MOST_FLOPS = {"cpu": 6e11, "cuda": 1e14}
 _LEAST_SIDE = 16

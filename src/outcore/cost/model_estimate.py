@@ -22,8 +22,6 @@ from outcore.cost.predicted.step_memory import memory_curve
 from outcore.graph import Graph, capture
 from outcore.machine import Device, Machine, known, parse
 
-__all__ = ["estimate", "memory_of"]
-
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | float
 
 

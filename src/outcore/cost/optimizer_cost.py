@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from outcore.cost.measured.live_bytes import LiveBytes
 
-__all__ = ["OptimizerCost"]
-
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _SIZES = (4096, 4096, 8192)

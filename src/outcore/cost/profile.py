@@ -31,8 +31,6 @@ from outcore.graph.structure import leaves
 from outcore.job import Job
 from outcore.machine import Device
 
-__all__ = ["Precision", "Profile", "largest_batch", "profile", "scale"]
-
 _MATRIX_UNITS = ("tf32", "bf16", "fp16", "fp8")
 
 Progress = Callable[[int, int, str], None]

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["DerivedTensor", "Saved"]
-
 _CAST = "_to_copy"
 
 

@@ -18,8 +18,6 @@ from outcore.errors import OutcoreError, TrainError
 from outcore.graph import Graph, capture
 from outcore.job import Job
 
-__all__ = ["capture_training", "default_loss", "with_loss"]
-
 
 def default_loss(output: Any, target: Any) -> torch.Tensor:
     """Cross-entropy for class numbers (of images or pixels), mean squared error for values."""

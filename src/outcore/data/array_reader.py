@@ -16,8 +16,6 @@ from outcore.data.limits import limits
 from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError, MissingPackageError
 
-__all__ = ["ArrayReader", "load_array", "load_image"]
-
 _TILE = 1024
 
 

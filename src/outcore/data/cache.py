@@ -16,8 +16,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Handles", "TileCache", "handles", "tile_cache"]
-
 Handle = TypeVar("Handle")
 Pixels = np.ndarray[Any, Any]
 

@@ -19,8 +19,6 @@ from outcore.data.reader import FileLayout
 from outcore.errors import DataError
 from outcore.machine.units import format_bytes
 
-__all__ = ["Limits", "check_layout", "limits"]
-
 _LARGEST_SIDE = 1 << 31
 _MOST_TILES = 50_000_000
 """The most tiles of a file; two bytes are kept for each."""

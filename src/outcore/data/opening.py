@@ -16,8 +16,6 @@ from outcore.data.reader import Reader
 from outcore.data.slide import OnDamage, Slide
 from outcore.errors import DataError, MissingPackageError
 
-__all__ = ["SLIDE_ENDINGS", "is_zarr", "open_slide"]
-
 _TIFF = (".tif", ".tiff", ".btf", ".tf8", ".svs")
 _SCANNERS = (".svs", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu", ".svslide", ".dcm", ".czi")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")

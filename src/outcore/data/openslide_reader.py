@@ -14,8 +14,6 @@ import numpy as np
 from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError
 
-__all__ = ["OpenSlideReader"]
-
 _TILE = 1024
 
 

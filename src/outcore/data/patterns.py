@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "VARIANTS", "patterns"]
-
 KINDS = ("round", "tall", "stroma")
 """Two kinds of tissue that labels depend on, and one that none does."""
 VARIANTS = 16

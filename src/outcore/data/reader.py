@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["FileLayout", "Pixels", "PyramidLevel", "Reader"]
-
 Pixels = np.ndarray[Any, Any]
 
 

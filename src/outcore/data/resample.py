@@ -16,8 +16,6 @@ from torch import Tensor
 
 from outcore.data.source import Region, Source, Span, spans
 
-__all__ = ["Resampled"]
-
 _BAND_BYTES = 8 << 20
 """Of pixels as numbers of 64 bits that are held at once."""
 

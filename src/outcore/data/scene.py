@@ -24,8 +24,6 @@ from outcore.data.patterns import VARIANTS, patterns
 from outcore.data.source import Region, Span, spans
 from outcore.errors import DataError
 
-__all__ = ["Scene"]
-
 Pixels = np.ndarray[Any, Any]
 
 GLASS = 3

@@ -8,7 +8,9 @@ microns per pixel.
 A tile that cannot be decoded is named with its file, level and place. What happens then was chosen when the slide
 was opened: ``"raise"`` stops there; ``"white"`` reads it as glass, and counts it in `Slide.damage`.
 
-A tile of one colour is decoded once; from then on its colour is known (`outcore.data.colours`).
+Most of a slide is glass, or was never scanned. A tile of one colour is decoded once: from then on its colour describes
+all of it (`Slide.colour`). What is known is one small number for each tile of the file, two bytes, so it can be kept
+for all slides of a data set: an epoch later the glass is not read again.
 """
 
 from __future__ import annotations
@@ -24,14 +26,11 @@ import torch
 from torch import Tensor
 
 from outcore.data.cache import handles, tile_cache
-from outcore.data.colours import Colour, Colours
 from outcore.data.limits import check_layout
 from outcore.data.reader import FileLayout, Pixels, PyramidLevel, Reader
 from outcore.data.resample import Resampled
 from outcore.data.source import Region, Source, Span, spans
 from outcore.errors import DataError
-
-__all__ = ["DamagedTile", "OnDamage", "Slide", "SlideLevel"]
 
 OnDamage = Literal["raise", "white"]
 
@@ -287,3 +286,63 @@ class SlideLevel:
             into.append(slice(low - start, high - start))
             taken.append(slice(low - i * size, high - i * size))
         out[(slice(None), *into)] = self.slide.blank if tile is None else tile[(slice(*channels), *taken)]
+
+
+Colour = tuple[int | float, ...]
+"""One number for each channel."""
+
+_MIXED = -1
+_MOST = 32_000
+"""The number of colours that are distinguished; tiles of further ones count as mixed."""
+
+
+class Colours:
+    """The colours of a file's tiles.
+
+    >>> from outcore.data.reader import PyramidLevel
+    >>> colours = Colours(FileLayout((PyramidLevel((8, 8), (4, 4)),), 1, np.dtype(np.uint8)))
+    >>> for place in ((0, 0), (0, 1)):
+    ...     _ = colours.note(0, place, np.full((1, 4, 4), 7, np.uint8))
+    >>> colours.of(0, [range(1), range(2)]), colours.of(0, [range(2), range(2)])
+    ((7,), None)
+    """
+
+    def __init__(self, layout: FileLayout) -> None:
+        self._numbers = [np.zeros(level.grid, np.int16) for level in layout.levels]
+        """For each tile the number of its colour; 0 where it was not decoded."""
+        self._known: list[Colour] = []
+        self._by_colour: dict[Colour, int] = {}
+        self._last: tuple[Pixels | None, Colour | None] = None, None
+        """A reader may give the same array again."""
+        self._lock = threading.Lock()
+
+    def note(self, level: int, index: tuple[int, ...], pixels: Pixels) -> Colour | None:
+        """Note the colour of a tile; returns it, or None if it has several."""
+        before, colour = self._last
+        if pixels is before and colour is not None:
+            self._numbers[level][index] = self._number(colour)
+            return colour
+        flat = pixels.reshape(pixels.shape[0], -1)
+        first = flat[:, 0]
+        # Channel by channel: the comparison takes memory, too.
+        alike = ((plane == n).all() for plane, n in zip(flat, first, strict=True))
+        if not np.array_equal(first, flat[:, -1]) or not all(alike):
+            self._numbers[level][index] = _MIXED
+            return None
+        colour = tuple(first.tolist())
+        self._last = pixels, colour
+        self._numbers[level][index] = self._number(colour)
+        return colour
+
+    def of(self, level: int, places: Sequence[range]) -> Colour | None:
+        """The one colour of a box of tiles; None if there are several, or one of the tiles was not decoded."""
+        numbers = self._numbers[level][tuple(slice(p.start, p.stop) for p in places)]
+        first = int(numbers.flat[0]) if numbers.size else 0
+        return self._known[first - 1] if first > 0 and bool((numbers == first).all()) else None
+
+    def _number(self, colour: Colour) -> int:
+        with self._lock:
+            if colour not in self._by_colour and len(self._known) < _MOST:
+                self._known.append(colour)
+                self._by_colour[colour] = len(self._known)
+            return self._by_colour.get(colour, _MIXED)

@@ -26,8 +26,6 @@ from torch import Tensor
 from outcore.errors import DataError
 from outcore.machine.units import counted
 
-__all__ = ["ArraySource", "Batch", "Region", "Source", "Span", "spans"]
-
 Span = tuple[int, int]
 Region = Sequence["Span | slice"]
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from outcore.errors import DataError
 from outcore.machine.units import format_bytes
 
-__all__ = ["read_rows"]
-
 _LARGEST_BYTES = 256 << 20
 """A table of a million slides takes less."""
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))

@@ -29,8 +29,6 @@ from outcore.data.cache import TileCache
 from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError
 
-__all__ = ["TiffReader", "inflated"]
-
 _Stored = tuple[bytes, ...] | None
 
 _FEW_BYTES = 4096

@@ -23,8 +23,6 @@ from outcore.data.scene import GLASS, Scene
 from outcore.errors import DataError
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
-__all__ = ["Compression", "write_slide", "write_slides", "write_volume"]
-
 Compression = Literal["deflate", "jpeg"]
 Pixels = np.ndarray[Any, Any]
 Encoder = Callable[[Pixels], bytes]

@@ -20,8 +20,6 @@ from outcore.data.limits import limits
 from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError
 
-__all__ = ["ZarrReader"]
-
 Kind = TypeVar("Kind")
 
 _PLAIN = {2: "yx", 3: "cyx", 4: "czyx"}

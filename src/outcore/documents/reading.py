@@ -23,8 +23,6 @@ import yaml
 from outcore.documents.schema import Schema, check
 from outcore.errors import OutcoreError
 
-__all__ = ["read_json", "read_text", "read_yaml", "write_text"]
-
 _MOST_BYTES = 256 << 20
 _MOST_NODES = 100_000
 """Values of a YAML document with its aliases written out."""

@@ -22,23 +22,6 @@ from typing import Any
 
 from outcore.errors import OutcoreError
 
-__all__ = [
-    "Anything",
-    "Either",
-    "Flag",
-    "ListOf",
-    "MapOf",
-    "Maybe",
-    "Number",
-    "OneOf",
-    "Record",
-    "Schema",
-    "Text",
-    "Whole",
-    "check",
-    "shown",
-]
-
 _SHOWN = 60
 
 Problem = tuple[str, str, str]

@@ -17,8 +17,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from outcore.documents.schema import Flag, ListOf, MapOf, Maybe, Number, OneOf, Problem, Record, Schema, Text, Whole
 
-__all__ = ["Row", "record_of", "schema_of"]
-
 _PLAIN: dict[Any, type[Schema]] = {str: Text, bool: Flag, int: Whole, float: Number}
 
 

@@ -22,8 +22,8 @@ from outcore.graph import Graph
 from outcore.graph.parts import ROOT, ancestors
 from outcore.job import Job
 from outcore.machine import Machine
+from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
-from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.script import link_of, one_stage, stage_of
 from outcore.planner.memory.search import Assignment, fit, smallest
 from outcore.program import Timeline, simulate

@@ -16,8 +16,6 @@ from outcore.fusion.member_factory import DEFAULT, MemberFactory, Objective
 from outcore.fusion.optimizer.loss_scale import MemberLossScale
 from outcore.fusion.runner import RunMode
 
-__all__ = ["fuse"]
-
 
 def fuse(
     models: Iterable[nn.Module],

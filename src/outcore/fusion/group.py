@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from outcore.errors import FuseError
-from outcore.fusion.optimizer.clipping import clip_by_norm
 from outcore.fusion.optimizer.loss_scale import MemberLossScale
 from outcore.fusion.optimizer.stacked_optimizer import StackedOptimizer
 from outcore.fusion.program.call import MemberRandomness
@@ -27,8 +26,6 @@ from outcore.fusion.program.values import Stacked, member_of
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import MemberTraining
 from outcore.graph.structure import leaves, substitute
-
-__all__ = ["Group", "GroupOutcome", "TrainingTerms"]
 
 
 @dataclass(slots=True)
@@ -185,3 +182,19 @@ class Group:
         if isinstance(value, Stacked):
             return value
         return Stacked(torch.as_tensor(value, device=self.device).expand(len(self), *getattr(value, "shape", ())))
+
+
+def norms(grads: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of all gradients of each member."""
+    each = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads.values()]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    return total
+
+
+def clip_by_norm(grads: Mapping[str, Tensor], limits: Tensor) -> Tensor:
+    """Scale every member's gradients to its limit where they exceed it; returns the norms before."""
+    before = norms(grads)
+    factors = (limits.to(before.dtype) / (before + 1e-6)).clamp(max=1.0)
+    for grad in grads.values():
+        grad.mul_(factors.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)))
+    return before

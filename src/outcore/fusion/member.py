@@ -12,8 +12,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["Member", "independent_copy"]
-
 
 def independent_copy(model: nn.Module) -> nn.Module:
     """A copy with memory of its own; a plain deepcopy of a member would copy the memory of all."""

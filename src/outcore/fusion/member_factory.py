@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from outcore.fusion.training import MemberTraining
 
-__all__ = ["DEFAULT", "MemberFactory", "MemberState", "Objective"]
-
 DEFAULT = "loss"
 """The objective of an array that has one."""
 

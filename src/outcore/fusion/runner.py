@@ -27,8 +27,6 @@ from outcore.fusion.program.program import StackedProgram
 from outcore.fusion.program.values import Stacked
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["GroupRunner", "RunMode"]
-
 _RunKey = tuple[str, Hashable]
 """"train" or "look", and the key of the recording."""
 _WARM = 2

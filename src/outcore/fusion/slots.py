@@ -20,8 +20,6 @@ from outcore.fusion.program.call import MemberRandomness
 from outcore.fusion.runner import GroupRunner, RunMode
 from outcore.fusion.training import MemberTraining
 
-__all__ = ["MemberSlots"]
-
 
 class MemberSlots:
     """The members of an array, in slots and groups."""

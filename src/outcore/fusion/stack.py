@@ -18,8 +18,6 @@ from torch import nn
 
 from outcore.errors import FuseError
 
-__all__ = ["Stack"]
-
 
 class Stack:
     """The state of all members, by the names of the user's own state_dict."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from outcore.fusion.group import Group
     from outcore.fusion.program.program import StackedProgram
 
-__all__ = ["disagreement"]
-
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-3}
 _LOW_PRECISION = 0.1
 _LIKELY_NOISE = 30.0

@@ -15,8 +15,6 @@ import torch
 
 from outcore.graph.structure import leaves
 
-__all__ = ["StorageHistory", "VersionCounters", "written_by_name"]
-
 _IN_PLACE_DUNDERS = {
     f"__i{op}__"
     for op in (
@@ -58,7 +56,7 @@ class StorageHistory:
 
     def place(self, name: str, tensor: torch.Tensor) -> str | None:
         """Record the storage of a value; returns the first value in the same memory if it is not this one."""
-        key = _storage(tensor)
+        key = storage_key(tensor)
         if key is None:
             return None
         memory = self._of.setdefault(key, _Memory(name, tensor.untyped_storage()))
@@ -80,7 +78,7 @@ class StorageHistory:
         return after
 
     def _find(self, tensors: Iterable[torch.Tensor]) -> list[_Memory]:
-        keys = dict.fromkeys(_storage(t) for t in tensors)
+        keys = dict.fromkeys(storage_key(t) for t in tensors)
         return [self._of[key] for key in keys if key in self._of]
 
 
@@ -110,7 +108,8 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """A key of the memory of a tensor while it is alive; None for a tensor without one storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without one storage

@@ -25,15 +25,13 @@ from outcore.graph.structure import device_of
 from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
 from outcore.notebook import html_of
-from outcore.ops.views import REARRANGING
+from outcore.ops.traits import REARRANGING
 
 if TYPE_CHECKING:
     import torch
 
     from outcore.graph.record.captured_module import CapturedModule
     from outcore.graph.record.recording import Recording
-
-__all__ = ["Graph"]
 
 FORMAT = 1
 

@@ -38,8 +38,6 @@ from outcore.graph.structure import leaves, substitute
 from outcore.ops.recompute_encode import again
 from outcore.ops.registry import kinds, names, spatial_dims
 
-__all__ = ["ChannelsLast", "channels_last", "drawn", "recorded"]
-
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = {
     type_: spatial_dims(name) + 2

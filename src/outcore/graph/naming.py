@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 from outcore.graph.parts import BlockKind
 from outcore.graph.record.recording import Ref
 
-__all__ = ["function_name", "is_compiled", "kind_of", "literals", "paths"]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 

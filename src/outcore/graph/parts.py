@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["OUTLIVES", "ROOT", "Block", "BlockKind", "Call", "Value", "ancestors", "parent"]
-
 ROOT = ""
 """The path of the whole model."""
 

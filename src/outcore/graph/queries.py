@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from outcore.graph.graph import Graph
 
-__all__ = ["Cut", "Skip", "cuts", "skips"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -16,8 +16,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["blame", "call_site", "definition", "file_of"]
-
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
 _FILES: dict[str, str] = {}

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["device_of", "has_lazy_images", "leaves", "replace_lazy_images", "substitute"]
-
 _ATOMS = (
     str,
     bytes,

@@ -19,8 +19,6 @@ from outcore.graph.structure import leaves
 if TYPE_CHECKING:
     from outcore.graph.graph import Graph
 
-__all__ = ["Subgraph"]
-
 
 class Subgraph(nn.Module):
     """Some calls of a graph: ``subgraph({"conv1#0:out": tensor, ...})`` returns a dictionary of its outputs."""

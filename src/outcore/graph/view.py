@@ -16,8 +16,6 @@ from outcore.graph.parts import BlockKind, Call, ancestors
 if TYPE_CHECKING:
     from outcore.graph.graph import Graph
 
-__all__ = ["Box", "View", "view"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["scan", "spread"]
-
 _ROWS, _COLUMNS = 16, 64
 _TILES = 8
 """Tiles that one program of `spread` writes."""

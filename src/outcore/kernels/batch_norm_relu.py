@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ReductionBlocks", "added_up", "columns_of", "normalise", "pieces_of", "rounded", "row_of", "statistics"]
-
 _BLOCK = 2048
 _PIECE = 16 * _BLOCK
 """Elements of a channel that one program sums up."""

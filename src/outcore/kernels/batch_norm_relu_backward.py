@@ -14,8 +14,6 @@ import triton.language as tl
 
 from outcore.kernels.batch_norm_relu import added_up, columns_of, pieces_of, rounded, row_of
 
-__all__ = ["gradients"]
-
 
 @triton.jit
 def _through(g, v, m, s, w, b, ORDER: tl.constexpr, RELU: tl.constexpr):

@@ -7,9 +7,9 @@ counted over (sample, row, column) of the image.
 
 What is not a number stays so, as in torch: `tl.maximum(x, 0)` is zero for it on a GPU, which would hide from training
 that it has diverged.
-"""
 
-# mypy: ignore-errors
+Beside them, the sum of two tensors with ReLU: the end of a residual block.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from outcore.kernels.batch_norm_relu import added_up, pieces_of
 
-__all__ = ["biased", "gradients"]
+# mypy: ignore-errors
 
 
 @triton.jit
@@ -168,3 +168,24 @@ def gradients(
     of_bias = torch.empty(cut.channels, dtype=kind, device=y.device)
     _finish[cut.adders](sums, of_bias, cut.channels, cut.pieces, cut.across, cut.along, **cut.adding)
     return out, of_bias
+
+
+# mypy: ignore-errors
+
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _rectified_sum(x, y, out, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    total = tl.load(x + place, mask=inside, other=0.0).to(ACC) + tl.load(y + place, mask=inside, other=0.0).to(ACC)
+    tl.store(out + place, tl.where(total <= 0, 0.0, total).to(out.dtype.element_ty), mask=inside)
+
+
+def rectified_sum(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """ReLU of the sum of two dense tensors that lie alike in memory; `out` may be one of them."""
+    acc = tl.float64 if x.dtype is torch.float64 else tl.float32
+    count = x.numel()
+    _rectified_sum[(triton.cdiv(count, _BLOCK),)](x, y, out, count, ACC=acc, BLOCK=_BLOCK)

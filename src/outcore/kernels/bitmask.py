@@ -18,8 +18,6 @@ import triton.language as tl
 
 from outcore.kernels.pool_window import NOWHERE, PoolWindow
 
-__all__ = ["pack", "rectify", "through", "to_indices", "to_positions", "unpack"]
-
 _BYTES = 512
 _BLOCK = 2048
 

@@ -22,8 +22,6 @@ import triton.language as tl
 
 from outcore.kernels.pool_window import NOWHERE, PoolWindow
 
-__all__ = ["pool", "unpool"]
-
 _BLOCK = 1024
 """Numbers that a program has."""
 _CHANNELS = 64

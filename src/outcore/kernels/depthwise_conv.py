@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["forward", "input_gradient", "weight_gradient"]
-
 _ROWS, _COLUMNS = 8, 128
 _PROGRAMS = 1024
 """Programs that fill a GPU; sums over positions are split until there are about so many."""

@@ -18,8 +18,6 @@ import triton.language as tl
 
 from outcore.kernels.row_blocks import TILE, programs
 
-__all__ = ["gradients", "normalised"]
-
 _WARPS = 8
 _TILES = 2
 """Tiles that a program of forward writes."""

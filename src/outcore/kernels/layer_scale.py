@@ -15,8 +15,6 @@ import triton.language as tl
 
 from outcore.kernels.row_blocks import TILE, programs
 
-__all__ = ["gradients", "summed"]
-
 _WARPS = 8
 _TILES = 2
 """Tiles that a program of forward writes."""

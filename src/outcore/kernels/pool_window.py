@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from outcore.ops.recompute_encode import PIXELS
 
-__all__ = ["NOWHERE", "PoolWindow"]
-
 NOWHERE = PIXELS
 """The position of the image's first pixel in windows that it does not lie in; others are smaller."""
 

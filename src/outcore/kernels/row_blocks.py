@@ -6,8 +6,6 @@ and adds up its part of the sums over all rows; the parts are memory that plans 
 
 from __future__ import annotations
 
-__all__ = ["TILE", "parts_bytes", "programs"]
-
 TILE = 4096
 """Numbers that a program holds at a time."""
 _FEWEST, _MOST, _EACH = 264, 1056, 4

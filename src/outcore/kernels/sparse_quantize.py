@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "dequantise", "gather", "quantise", "scatter", "survey", "widen"]
-
 BLOCK = 4096
 """Numbers whose place is counted together."""
 _ROWS = 8

@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["step"]
-
 
 @triton.jit
 def _place(table, programs, BLOCK: tl.constexpr):

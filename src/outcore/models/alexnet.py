@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["AlexNet"]
-
 
 class AlexNet(nn.Module):
     """AlexNet for images of 63 pixels a side or more; two classes unless asked for more.

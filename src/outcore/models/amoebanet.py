@@ -23,8 +23,6 @@ from torch.nn import functional as F
 
 from outcore.errors import ModelError
 
-__all__ = ["AmoebaNetD"]
-
 Operation = Callable[[int, int], nn.Module]
 """From channels and stride to a module that keeps the channels."""
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from outcore.errors import ModelError
 
-__all__ = ["CosmoFlow"]
-
 BLOCKS = 5
 
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from outcore.errors import ModelError
 
-__all__ = ["ReLayNet"]
-
 
 class Convolution(nn.Sequential):
     """Convolution that keeps the size, batch normalisation, ReLU."""

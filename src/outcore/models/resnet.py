@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from outcore.errors import ModelError
 
-__all__ = ["Norm", "ResNet110V2"]
-
 Norm = Literal["batch", "group", "none"] | Callable[[int], nn.Module]
 """How to normalise: by name, or a function from the number of channels to a module."""
 

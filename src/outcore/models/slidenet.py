@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PixelNorm", "SlideNet"]
-
 
 class PixelNorm(nn.Module):
     """Layer norm over the channels of every pixel by itself.

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["BasicCNN", "LeNet", "Net2", "TwelveConvs"]
-
 
 class LeNet(nn.Module):
     """Ten classes from colour images of 32x32 pixels.

@@ -21,8 +21,6 @@ from torch.nn import functional as F
 
 from outcore.errors import ModelError
 
-__all__ = ["UNet"]
-
 CONVOLUTION = {2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 NORMALISATION = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["VGG19"]
-
 BLOCKS = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))
 """Convolutions and channels of the five blocks."""
 

@@ -19,8 +19,6 @@ from outcore.keras.fit_loss import FitLoss
 from outcore.keras.installed import is_keras, require_keras
 from outcore.keras.torch_backend import hold_as_keras, hold_less
 
-__all__ = ["fit_of", "keras_optimizer_cost", "prepared"]
-
 _SIZES = (4096, 4096, 8192)
 
 

@@ -39,7 +39,8 @@ from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
 from outcore.memory.param_offload.buckets import offloadable_of, uses_of
 from outcore.memory.param_offload.escalation import StatePlacement
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
-from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.memory.saved_tensors.trial_steps import run_trial_steps
 from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
@@ -51,18 +52,6 @@ if TYPE_CHECKING:
     from outcore.compiled.plan import CompiledPlan
     from outcore.stream.execute.pixel_loss import PixelLoss
     from outcore.stream.plan.step_document import StreamedStep
-
-__all__ = [
-    "Exactness",
-    "Network",
-    "Request",
-    "compile_model",
-    "install",
-    "manage",
-    "measure_costs",
-    "record",
-    "stream_tiles",
-]
 
 Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}

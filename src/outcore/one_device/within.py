@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from outcore.stream.managed_forward import StreamedForward
     from outcore.stream.plan.step_document import StreamedStep
 
-__all__ = ["memory_plan", "release", "within"]
-
 
 def within(
     model: nn.Module,

@@ -1,14 +1,9 @@
 """What is known about each operation: one catalogue, one record per operation, facets that packages add."""
 
-from outcore.ops import autocast as autocast
-from outcore.ops import random as random
 from outcore.ops import recompute_encode as recompute_encode
 from outcore.ops import saved as saved
 from outcore.ops import signature as signature
-from outcore.ops import views as views
-from outcore.ops.call_facts import CallFacts as CallFacts
-from outcore.ops.call_facts import KeptTensor as KeptTensor
-from outcore.ops.call_facts import Operand as Operand
+from outcore.ops import traits as traits
 from outcore.ops.describe import describe as describe
 from outcore.ops.registry import FACETS as FACETS
 from outcore.ops.registry import Facet as Facet
@@ -19,3 +14,6 @@ from outcore.ops.registry import kinds as kinds
 from outcore.ops.registry import names as names
 from outcore.ops.registry import operation as operation
 from outcore.ops.registry import operations as operations
+from outcore.ops.saved import CallFacts as CallFacts
+from outcore.ops.saved import KeptTensor as KeptTensor
+from outcore.ops.saved import Operand as Operand

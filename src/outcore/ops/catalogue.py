@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["CATALOGUE"]
-
 _BORDERS = ("Zero", "Constant", "Reflection", "Replication", "Circular")
 
 

@@ -33,25 +33,6 @@ from typing import Literal, Protocol
 
 from outcore.ops.registry import Facet, find, kinds
 
-__all__ = [
-    "AGAIN",
-    "CODECS",
-    "ENCODES",
-    "FOLDING",
-    "FOLDS",
-    "LOSSY",
-    "NEEDED",
-    "PIXELS",
-    "POOLS",
-    "Again",
-    "EncodableTensor",
-    "Need",
-    "again",
-    "codec_for",
-    "held_bytes",
-    "need",
-]
-
 Again = Literal["pure", "statistics", "random"]
 Need = Literal["full", "sign", "shape"]
 

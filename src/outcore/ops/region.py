@@ -20,21 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "AdaptiveWindow",
-    "Border",
-    "InterpolationWindow",
-    "Interval",
-    "Region",
-    "SlidingWindow",
-    "TransposedWindow",
-    "clip",
-    "cover",
-    "elements",
-    "sizes",
-    "whole",
-]
-
 Interval = tuple[int, int]
 Region = tuple[Interval, ...]
 Border = Literal["zeros", "constant", "reflect", "replicate", "circular"]

@@ -22,20 +22,6 @@ from typing import Any, Generic, TypeVar
 
 from outcore.ops.catalogue import CATALOGUE
 
-__all__ = [
-    "FACETS",
-    "Facet",
-    "Op",
-    "aten_kind",
-    "find",
-    "kinds",
-    "names",
-    "of_layer",
-    "operation",
-    "operations",
-    "spatial_dims",
-]
-
 Fact = TypeVar("Fact")
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from outcore.ops.registry import Facet, kinds
 
-__all__ = ["SIGNATURES", "Signature"]
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:

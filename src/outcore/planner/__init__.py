@@ -1,9 +1,9 @@
 """Planning: from a graph and its weights to stages, a schedule and a plan."""
 
-from outcore.planner.partition.partition import Balance as Balance
 from outcore.planner.partition.partition import Partition as Partition
 from outcore.planner.partition.partition import split as split
 from outcore.planner.partition.partition import split_by_hand as split_by_hand
+from outcore.planner.partition.strategies import Balance as Balance
 from outcore.planner.partition.units import Granularity as Granularity
 from outcore.planner.pipeline.call_weights import CallWeight as CallWeight
 from outcore.planner.pipeline.call_weights import CallWeights as CallWeights
@@ -14,4 +14,3 @@ from outcore.planner.pipeline.schedule_model import SCHEDULES as SCHEDULES
 from outcore.planner.pipeline.schedule_model import Pipeline as Pipeline
 from outcore.planner.pipeline.schedule_model import RankLink as RankLink
 from outcore.planner.pipeline.search import plan as plan
-from outcore.planner.pipeline.shape_weights import weights_from_shapes as weights_from_shapes

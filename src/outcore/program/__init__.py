@@ -10,8 +10,6 @@ from outcore.program.drawing.trace import load_trace as load_trace
 from outcore.program.drawing.trace import save_trace as save_trace
 from outcore.program.drawing.trace import trace as trace
 from outcore.program.instructions import Backward as Backward
-from outcore.program.instructions import CopyIn as CopyIn
-from outcore.program.instructions import CopyOut as CopyOut
 from outcore.program.instructions import Forward as Forward
 from outcore.program.instructions import Instruction as Instruction
 from outcore.program.instructions import OptimizerStep as OptimizerStep

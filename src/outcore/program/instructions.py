@@ -21,22 +21,6 @@ from outcore.documents.typed_schema import record_of
 from outcore.errors import ProgramError
 from outcore.program.script import Script, action_from_json, action_to_json
 
-__all__ = [
-    "Backward",
-    "Compute",
-    "CopyIn",
-    "CopyOut",
-    "Forward",
-    "Instruction",
-    "Key",
-    "OptimizerStep",
-    "Receive",
-    "Reduce",
-    "Send",
-    "instruction_from_json",
-    "instruction_to_json",
-]
-
 Key: TypeAlias = tuple[str, int, int, int, bool]
 """Value, using stage, micro-batch, replica, whether the gradient: the name of a transfer."""
 
@@ -110,34 +94,6 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyOut:
-    """Copy what a forward saved (one value, or all of it when unnamed) to off-device storage."""
-
-    stage: int
-    micro_batch: int
-    bytes: int
-    replica: int = 0
-    value: str = ""
-
-    def __str__(self) -> str:
-        return f"out{self.micro_batch}"
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIn:
-    """Copy it back; the backward waits for it."""
-
-    stage: int
-    micro_batch: int
-    bytes: int
-    replica: int = 0
-    value: str = ""
-
-    def __str__(self) -> str:
-        return f"in{self.micro_batch}"
-
-
-@dataclass(frozen=True, slots=True)
 class Reduce:
     """Add a stage's gradients over the ranks that hold a copy of it; each of them issues it."""
 
@@ -159,20 +115,18 @@ class OptimizerStep:
 
 
 Compute: TypeAlias = Forward | Backward
-Instruction: TypeAlias = Forward | Backward | Send | Receive | CopyOut | CopyIn | Reduce | OptimizerStep
+Instruction: TypeAlias = Forward | Backward | Send | Receive | Reduce | OptimizerStep
 
 _NAMES: dict[str, type[Instruction]] = {
     "forward": Forward,
     "backward": Backward,
     "send": Send,
     "receive": Receive,
-    "copy_out": CopyOut,
-    "copy_in": CopyIn,
     "reduce": Reduce,
     "step": OptimizerStep,
 }
 _KINDS = {kind: name for name, kind in _NAMES.items()}
-_OMITTED = {"replica": 0, "gradient": False, "script": (), "value": ""}
+_OMITTED = {"replica": 0, "gradient": False, "script": ()}
 
 
 def instruction_to_json(instruction: Instruction) -> dict[str, Any]:

@@ -19,23 +19,6 @@ from typing import ClassVar, TypeAlias
 
 from outcore.errors import PlanError
 
-__all__ = [
-    "KEEP",
-    "OFFLOAD",
-    "OFFLOAD_EARLY",
-    "RECOMPUTE",
-    "Encode",
-    "Keep",
-    "Offload",
-    "Policies",
-    "Policy",
-    "Recompute",
-    "kind_of_policy",
-    "parse_policies",
-    "parse_policy",
-    "policies_to_json",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Keep:

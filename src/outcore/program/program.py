@@ -31,8 +31,6 @@ from outcore.program.instructions import (
     instruction_to_json,
 )
 
-__all__ = ["VERSION", "Program"]
-
 VERSION = 1
 _DOCUMENT = Record({"version": Anything(), "name": Text(), "ranks": ListOf(ListOf(MapOf()))})
 """Version of the JSON document."""

@@ -11,18 +11,26 @@ every link.
 
 GEMS: Jain et al., SC 2020. GPipe: Huang et al., NeurIPS 2019. 1F1B: Narayanan et al., SOSP 2019 (PipeDream), here
 with a flush, as in Fan et al., PPoPP 2021 (DAPPLE).
+
+Several stages may share a rank (`merge_orders`). A named schedule knows one stage per rank. If stages share ranks, the
+pipeline is first simulated as if each had its own; then the orders of the stages that share a rank are merged by the
+time at which each compute began. One clock orders all ranks, so whatever a compute waits for stands before it
+everywhere, and there is no deadlock.
+
+    stages on ranks 0 1 2 1 0, model parallel     rank 0  F0 F4 B4 B0
+                                                  rank 1  F1 F3 B3 B1
+                                                  rank 2  F2 B2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from outcore.errors import ProgramError
 from outcore.program.instructions import Backward, Compute, Forward
-
-__all__ = ["SCHEDULES", "Schedule", "gems", "gpipe", "model_parallel", "one_f_one_b", "schedule_named"]
+from outcore.program.stages import Stages
 
 
 class Generator(Protocol):
@@ -127,3 +135,18 @@ def schedule_named(name: str) -> Schedule:
     if name not in SCHEDULES:
         raise ProgramError(f"no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
+
+
+def merge_orders(stages: Stages, orders: Sequence[Sequence[Compute]], placement: Sequence[int]) -> list[list[Compute]]:
+    """The order of every rank, given the order of every stage and the rank it lies on."""
+    from outcore.program.compile import assemble
+    from outcore.program.simulator.simulate import simulate
+
+    timeline = simulate(assemble(stages, orders, name="one stage to a rank"), stages)
+    merged: list[list[Compute]] = [[] for _ in range(max(placement) + 1)]
+    # Events stand in the order in which they began, also those of no length.
+    for event in timeline.events:
+        if event.kind in ("forward", "backward"):
+            kind = Forward if event.kind == "forward" else Backward
+            merged[placement[event.stage]].append(kind(event.stage, event.micro_batch, event.replica))
+    return merged

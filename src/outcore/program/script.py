@@ -16,34 +16,22 @@ comes later; backward goes through the passes in the other direction, and runs e
 
 A script without `Run` or `Tile` leaves the stage's computing whole: before the first action of a forward, after the
 last of a backward. Whatever is still held for the micro-batch is freed when its backward ends.
+
+Executors look actions up by call (`layout_of`). An action stands after the forward of the call whose `Run` precedes it,
+or before the backward of the call whose `Run` follows it; an executor that runs the user's own code knows these calls
+and nothing of the script's order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from outcore.documents.schema import check
 from outcore.documents.typed_schema import record_of
 from outcore.errors import ProgramError
-
-__all__ = [
-    "Action",
-    "Decode",
-    "Drop",
-    "Encode",
-    "Evict",
-    "Fetch",
-    "Pass",
-    "Recompute",
-    "Release",
-    "Run",
-    "Script",
-    "Tile",
-    "Wait",
-    "action_from_json",
-    "action_to_json",
-]
+from outcore.program.policies import OFFLOAD, RECOMPUTE, Policy
+from outcore.program.policies import Encode as EncodePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +175,10 @@ _OMITTED = {"saves", "released", "reads", "makes", "on_host", "ahead", "gradient
 def action_to_json(action: Action) -> dict[str, Any]:
     """One action as a dictionary."""
     row: dict[str, Any] = {"do": type(action).__name__.lower()}
-    for field in fields(action):
-        value = getattr(action, field.name)
-        if field.name not in _OMITTED or value:
-            row[field.name] = list(value) if isinstance(value, tuple) else value
+    for each in fields(action):
+        value = getattr(action, each.name)
+        if each.name not in _OMITTED or value:
+            row[each.name] = list(value) if isinstance(value, tuple) else value
     return row
 
 
@@ -207,3 +195,55 @@ def action_from_json(row: dict[str, Any]) -> Action:
         ProgramError,
     )
     return kind(**values)
+
+
+@dataclass(frozen=True)
+class ScriptLayout:
+    """The actions of a forward and a backward, by value and by call."""
+
+    policies: dict[str, Policy] = field(default_factory=dict)
+    """Value -> what the actions on it amount to."""
+    leaves_after: dict[str, str] = field(default_factory=dict)
+    """Value -> the call after whose forward it is dropped, evicted or encoded."""
+    released_after: dict[str, list[str]] = field(default_factory=dict)
+    """Call -> values whose copy out must be over after its forward."""
+    released_before: dict[str, list[str]] = field(default_factory=dict)
+    """Call -> values whose copy out must be over before its backward."""
+    fetched_before: dict[str, list[str]] = field(default_factory=dict)
+    """Call -> values that start to come back before its backward."""
+
+
+def layout_of(forward: Script, backward: Script) -> ScriptLayout:
+    """Lay a pair of scripts out by call.
+
+    >>> layout_of((Run(("a",)), Drop("x"), Run(("b",))), (Run(("b",)), Run(("a",)))).leaves_after
+    {'x': 'a'}
+    """
+    found = ScriptLayout()
+    call = ""
+    for action in forward:
+        match action:
+            case Run(calls):
+                call = calls[-1]
+            case Drop(value):
+                found.policies[value] = RECOMPUTE
+                found.leaves_after[value] = call
+            case Encode(value, codec):
+                found.policies[value] = EncodePolicy(codec)
+                found.leaves_after[value] = call
+            case Evict(value):
+                before = found.policies.get(value)
+                found.policies[value] = EncodePolicy(before.codec, True) if before is not None else OFFLOAD
+                found.leaves_after.setdefault(value, call)
+            case Release(value):
+                found.released_after.setdefault(call, []).append(value)
+    call = ""
+    for action in reversed(backward):
+        match action:
+            case Run(calls):
+                call = calls[0]
+            case Release(value):
+                found.released_before.setdefault(call, []).insert(0, value)
+            case Fetch(value):
+                found.fetched_before.setdefault(call, []).insert(0, value)
+    return found

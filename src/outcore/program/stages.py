@@ -12,8 +12,6 @@ from typing import Any
 
 from outcore.errors import ProgramError
 
-__all__ = ["Edge", "Stage", "Stages", "Tie"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -21,8 +21,6 @@ from outcore.machine.units import format_bytes, format_time
 from outcore.notebook import html_of
 from outcore.program.simulator.memory_curve import CURVE, RankMemory
 
-__all__ = ["COMPUTE", "NETWORK", "STREAMS", "VERSION", "Event", "Timeline"]
-
 VERSION = 1
 """Version of the JSON document."""
 

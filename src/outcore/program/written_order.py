@@ -14,8 +14,6 @@ from outcore.program.plan.order import read_row
 from outcore.program.program import Program
 from outcore.program.stages import Stages
 
-__all__ = ["program_in_order", "write_order"]
-
 
 def write_order(orders: Sequence[Sequence[Compute]]) -> tuple[str, ...]:
     """The rows of a pipeline.

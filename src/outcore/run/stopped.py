@@ -15,8 +15,6 @@ from pathlib import Path
 from outcore.run.ranks.faults import SILENT_AFTER_S
 from outcore.run.ranks.store import StoreServer
 
-__all__ = ["LOOK_S", "StoppedRanks"]
-
 LOOK_S = 1.0
 """Between two looks."""
 

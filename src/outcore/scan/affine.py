@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["affine_scan", "states"]
-
 
 def states(matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int | None = None) -> Tensor:
     """The n + 1 states before, between and after n elements.

@@ -39,8 +39,6 @@ from outcore.scan.kernels.weight_gradients import Summed
 from outcore.scan.options import Precision, Solver
 from outcore.scan.report import SolveOutcome
 
-__all__ = ["AdjointRecurrence", "StateGradients", "WeightGradientInputs", "chunk_products", "solve", "will_settle"]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightGradientInputs:

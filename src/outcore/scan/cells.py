@@ -27,18 +27,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CellKind",
-    "CellShape",
-    "LayerWeights",
-    "diagonal",
-    "gate_gradients",
-    "inputs_of",
-    "projected",
-    "step_back",
-    "step_on",
-]
-
 CellKind = Literal["tanh", "relu", "gru", "lstm"]
 _GATES = {"tanh": 1, "relu": 1, "gru": 3, "lstm": 4}
 _COEFFICIENTS = {"tanh": 1, "relu": 1, "gru": 5, "lstm": 6}

@@ -29,8 +29,6 @@ from outcore.documents.typed_schema import schema_of
 from outcore.errors import ScanError
 from outcore.scan.cells import CellShape
 
-__all__ = ["Choices", "ScanTiming", "choices", "key_of"]
-
 SHORTEST = 32
 """Steps below which nothing is measured: a loop this short is never worth a scan."""
 MARGIN = 0.85

@@ -11,8 +11,6 @@ from outcore.scan.cells import CellShape, LayerWeights, projected
 from outcore.scan.kernels import gates as gate_kernels
 from outcore.scan.linear import linear_recurrence
 
-__all__ = ["Coefficients", "coefficients", "coefficients_from", "memories", "shifted"]
-
 Memory = Tensor | tuple[Tensor, Tensor] | None
 
 

@@ -18,18 +18,16 @@ from torch import Tensor
 from torch._VF import gru, lstm, rnn_relu, rnn_tanh
 
 from outcore.errors import ScanError
+from outcore.scan.arguments import PackedRows, flip
 from outcore.scan.backward import AdjointRecurrence, WeightGradientInputs, solve
 from outcore.scan.cells import CellShape, LayerWeights, gate_gradients
 from outcore.scan.coefficients import coefficients, memories, shifted
 from outcore.scan.kernels.weight_gradients import weight_sums
 from outcore.scan.newton import parallel_forward
 from outcore.scan.options import Newton, Precision, Solver
-from outcore.scan.packing import PackedRows, flip
 from outcore.scan.report import LayerReport
 from outcore.scan.weight_gradients import WeightGradients, summed_weights
 from outcore.scan.workspace import SequenceCut
-
-__all__ = ["Layer", "run_layer", "working_dtype"]
 
 _FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "tanh": rnn_tanh,

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from outcore.errors import ScanError
 
-__all__ = ["linear_recurrence"]
-
 
 def linear_recurrence(
     a: Tensor,

@@ -22,17 +22,14 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from outcore.errors import ScanError
-from outcore.scan.arguments import LayerArguments, extent, working
+from outcore.scan.arguments import LayerArguments, PackedRows, extent, working
 from outcore.scan.cells import CellKind, CellShape
 from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
 from outcore.scan.kernels import available
 from outcore.scan.layer import Layer, run_layer, working_dtype
 from outcore.scan.options import Newton, Options, Precision, as_bytes
-from outcore.scan.packing import PackedRows
 from outcore.scan.report import LayerReport, Report
 from outcore.scan.workspace import BackwardShape, cut, free_bytes
-
-__all__ = ["GRU", "LSTM", "RNN", "convert"]
 
 _KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
 

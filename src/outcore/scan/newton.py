@@ -42,8 +42,6 @@ from outcore.scan.options import Jacobian, Newton
 from outcore.scan.report import SolveOutcome
 from outcore.scan.workspace import BackwardShape, best_chunk, free_bytes
 
-__all__ = ["NewtonStates", "parallel_forward"]
-
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 _PICARD_FIRST = 6
 """Iterations without Jacobians before Newton's begin, when nothing was asked for; one costs a fraction of

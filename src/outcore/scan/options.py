@@ -13,8 +13,6 @@ from typing import Literal
 
 from outcore.errors import ScanError
 
-__all__ = ["Newton", "Options", "as_bytes"]
-
 Backward = Literal["scan", "torch"]
 Solver = Literal["products", "relaxation"]
 Precision = Literal["full", "tf32", "bf16"]

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["LayerReport", "Report", "SolveOutcome"]
-
 
 @dataclass(slots=True)
 class SolveOutcome:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from outcore.scan.kernels.weight_gradients import Summed
 
-__all__ = ["WeightGradients", "summed_weights"]
-
 _SPLIT_ROWS = 2048
 """Rows per partial sum of a weight gradient on a GPU: a product with millions of rows and few columns fills
 few multiprocessors unless it is split."""

@@ -20,8 +20,6 @@ from outcore.scan.kernels import gates as gate_kernels
 from outcore.scan.kernels.backward_sizes import ROWS, sums, sweep_chunk
 from outcore.scan.kernels.weight_gradients import columns, partial_sums
 
-__all__ = ["BackwardShape", "SequenceCut", "best_chunk", "cut", "free_bytes", "peak_bytes"]
-
 SHORTEST_SEGMENT = 32
 GPU_PROGRAMS = 132 * 16
 """Chunks times sequences that keep a large GPU busy: 16 warps on each of its 132 multiprocessors."""

@@ -20,9 +20,8 @@ from outcore.spatial.exchange import Token, Transfer, new_token
 from outcore.spatial.layout import SplitLayout
 from outcore.spatial.statistics import Statistics, largest, normalise, take_statistics, total
 from outcore.stream.call import RuleContext, widening_rule
-from outcore.stream.execute.fork import fork
-from outcore.stream.execute.running_statistics import update_statistics
-from outcore.stream.execute.tile_run import modes
+from outcore.stream.execute.execution import update_statistics
+from outcore.stream.execute.tile_run import fork, modes
 from outcore.stream.network import RegionNode
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.graph.structure import device_of
 from outcore.graph.subgraph import Subgraph
 from outcore.machine.units import format_bytes, format_time
 from outcore.ops.region import sizes
@@ -25,7 +26,6 @@ from outcore.program.timeline import COMPUTE
 from outcore.spatial.communicator import IncomingPart
 from outcore.spatial.execute import SplitRun, SplitState
 from outcore.spatial.layout import SplitLayout
-from outcore.stream.arguments import device_of
 
 __all__ = ["SplitForecast", "bytes_of_ranks", "rank_bytes", "split_forecast"]
 

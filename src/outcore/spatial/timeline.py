@@ -14,9 +14,9 @@ from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.lower import lower
 from outcore.planner.pipeline.lower import predict_timeline as predict_stages
 from outcore.program import Links, Timeline, simulate
+from outcore.program.compile import split_first_stage
 from outcore.program.plan.document import Plan
 from outcore.program.simulator.part_time import SplitStageCosts
-from outcore.program.split_stage import split_first_stage
 from outcore.spatial.forecast import bytes_of_ranks
 from outcore.spatial.layout import SplitLayout
 from outcore.spatial.script import part_scripts

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from outcore.graph.structure import device_of, replace_lazy_images, substitute
+from outcore.graph.structure import replace_lazy_images, substitute
 from outcore.stream.source import StreamedImage, image_of
-
-__all__ = ["LazyImage", "device_of", "is_shape", "whole_image", "with_fake_tensors", "with_lazy_images"]
 
 
 @dataclass(frozen=True)

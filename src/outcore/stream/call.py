@@ -19,22 +19,11 @@ from torch import nn
 
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
-from outcore.ops.out_of_place import out_of_place
 from outcore.ops.region import Region
 from outcore.ops.registry import Facet, find
 from outcore.ops.signature import SIGNATURES
+from outcore.ops.traits import out_of_place
 from outcore.stream.execute.border_padding import WidenedInput
-
-__all__ = [
-    "NotStreamable",
-    "Reduction",
-    "RegionRule",
-    "RuleContext",
-    "StreamCall",
-    "WideningRule",
-    "rule",
-    "widening_rule",
-]
 
 
 class NotStreamable(Exception):  # noqa: N818 - a signal to whoever binds, who turns it into a reason

@@ -31,23 +31,13 @@ from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
 from outcore.machine.units import format_bytes
-from outcore.stream.arguments import device_of, with_fake_tensors, with_lazy_images
+from outcore.stream.arguments import with_fake_tensors, with_lazy_images
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
 from outcore.stream.plan.plan import StreamPlan, how_of, plan_by_hand, plan_tiles
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.streamed import Streamed, stream
-
-__all__ = [
-    "StreamSettings",
-    "StreamedForward",
-    "bytes_on",
-    "install_streamed_forward",
-    "pixel_loss",
-    "planned",
-    "without_memory",
-]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _READERS = 4

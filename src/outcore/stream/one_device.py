@@ -22,14 +22,12 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes, format_time
-from outcore.planner.memory.machine_tier import tier_of
+from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.program import Program, Timeline
 from outcore.program.plan.document import Plan
 from outcore.stream.managed_forward import StreamSettings, planned
 from outcore.stream.plan.step_document import StreamedStep
-
-__all__ = ["OneDeviceStep", "fit_one_device", "simulate_tiles"]
 
 _SMALL = 2**26
 """Inputs of so many bytes are always worth a plan that holds them whole."""

@@ -19,8 +19,6 @@ from outcore.errors import StreamError
 from outcore.ops.region import Region, sizes
 from outcore.stream.execute.map_store import cut
 
-__all__ = ["FunctionSource", "ImageRows", "StreamedImage", "image_of"]
-
 
 class StreamedImage(Protocol):
     """A streamed input: read raw on the host, prepared on the device."""

@@ -22,14 +22,14 @@ from torch import nn
 
 from outcore.errors import StreamError
 from outcore.graph import Graph, capture
+from outcore.graph.record.captured_module import RecordingVersions
 from outcore.graph.record.keys import key_of
 from outcore.graph.record.recording import Context
-from outcore.graph.record.versions import RecordingVersions
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
 from outcore.program.script import Script
-from outcore.stream.arguments import LazyImage, device_of, is_shape, whole_image, with_fake_tensors, with_lazy_images
+from outcore.stream.arguments import LazyImage, is_shape, whole_image, with_fake_tensors, with_lazy_images
 from outcore.stream.execute.boundary import run, run_loss
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
@@ -40,9 +40,6 @@ from outcore.stream.plan.plan import StreamPlan, plan_tiles
 from outcore.stream.plan.prepared import PreparedStream, StreamMode, bound, divided
 from outcore.stream.plan.script import emit
 from outcore.stream.source import StreamedImage, image_of
-
-__all__ = ["StreamOptions", "Streamed", "stream"]
-
 
 Planner = Callable[[Graph, bool], StreamPlan]
 """Plans for a graph, and for one pass or several."""

@@ -16,8 +16,8 @@ import outcore
 from outcore.allocator.caching_allocator import ReservedBytes
 from outcore.errors import FuseError
 from outcore.fusion import RunMode, choose, forecast
+from outcore.fusion.memory_forecast import dry_run
 from outcore.fusion.program import autotune
-from outcore.fusion.program.dry_run import dry_run
 from outcore.fusion.program.program import StackedProgram
 from tests.foreign.sample import one_in
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
@@ -63,11 +63,11 @@ def test_the_choice_leaves_the_array_as_it_was_and_respects_memory() -> None:
 
 
 def test_convolutions_run_one_by_one_where_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outcore.fusion.program import layerwise
+    from outcore.fusion.program import autotune
     from outcore.fusion.rules import convolution
 
     monkeypatch.setattr(convolution, "_WAYS", {})
-    monkeypatch.setattr(layerwise, "_time", lambda conv, x, w, way, device, s: 1.0 if way == "grouped" else 0.5)
+    monkeypatch.setattr(autotune, "_convolution_s", lambda conv, x, w, way, device, s: 1.0 if way == "grouped" else 0.5)
 
     def build(i: int) -> nn.Module:
         torch.manual_seed(i)
@@ -77,19 +77,19 @@ def test_convolutions_run_one_by_one_where_that_was_faster(monkeypatch: pytest.M
     array = outcore.fuse([build(i) for i in range(3)], loss=F.cross_entropy, optimizer=momentum)
     (x, y), *_ = small_batches()
     before = copy.deepcopy(array[1].state_dict())
-    assert layerwise.measure_convolutions(array, x, y) == {"members": 1}  # the first sees a shared input: dense
+    assert autotune.measure_convolutions(array, x, y) == {"members": 1}  # the first sees a shared input: dense
     assert distance(before, array[1].state_dict()) == 0
     assert set(convolution._WAYS.values()) == {"members"}
     assert_as_if_alone(build, small_batches(), F.cross_entropy, momentum)
 
 
 def test_convolutions_are_timed_both_ways() -> None:
-    from outcore.fusion.program.layerwise import _time
+    from outcore.fusion.program.autotune import _convolution_s
     from outcore.fusion.rules.convolution import MemberConvolution
 
     conv = MemberConvolution.of(2, 1, 1, 1, 1)
     x, w = torch.empty(3, 2, 4, 6, 6, device="meta"), torch.empty(3, 4, 4, 3, 3, device="meta")
-    assert all(_time(conv, x, w, way, torch.device("cpu"), 0.001) > 0 for way in ("grouped", "members"))
+    assert all(_convolution_s(conv, x, w, way, torch.device("cpu"), 0.001) > 0 for way in ("grouped", "members"))
 
 
 def test_blocks_left_unfused_give_the_same() -> None:

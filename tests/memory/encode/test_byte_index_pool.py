@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import outcore
+from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode.byte_index_pool import _Pool
-from outcore.memory.encode.pool_positions import PoolWindow, window_of
+from outcore.memory.encode.pool_positions import window_of
 from outcore.program.policies import Encode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -17,10 +17,9 @@ from outcore.machine import Device, HostLink, Link, Machine
 from outcore.memory.offload import bandwidth, host_limit
 from outcore.memory.offload.disk_spill import SpillBackend, SpilledBuffer
 from outcore.memory.saved_tensors import managed_forward
-from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.copy_schedule import OffloadTarget, tier_of
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.explain import explain
-from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.plan import plan_memory
 from tests.memory.oracle import policies
 

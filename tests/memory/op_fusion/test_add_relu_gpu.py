@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_kernel(shape: tuple[int, ...], dtype: torch.dtype, inplace: bool) -> None:
-    from outcore.kernels.add_relu import rectified_sum
+    from outcore.kernels.bias_relu import rectified_sum
 
     torch.manual_seed(0)
     x, y = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))

@@ -15,7 +15,8 @@ from outcore.graph import capture
 from outcore.graph.memory_format import ChannelsLast, channels_last, drawn, recorded
 from outcore.graph.structure import substitute
 from outcore.memory.op_fusion import add_relu, conv_bias_relu
-from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.memory_format import MemoryFormat
 from tests.foreign.foreign import Foreign
 from tests.foreign.sample import quarter

@@ -14,7 +14,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion import add_relu, layer_norm_cast, layer_scale
 from outcore.memory.op_fusion.layer_scale import scales_of
-from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
+from outcore.memory.op_fusion.layer_scale_sum import LayerScaleSum
 from outcore.memory.op_fusion.select import SelectedFusions
 from tests.memory.fused import managed, replaced
 from tests.memory.oracle import policies
@@ -145,7 +145,7 @@ def test_the_operation(noise: int | None, kind: torch.dtype, apart: bool) -> Non
     by = None if noise is None else torch.rand(noise, 1, 1, 1, dtype=wide)
     given = [t.clone().requires_grad_() for t in (x, scale, residual)]
     exact = [t.double().requires_grad_() for t in (x, scale, residual)]
-    out = ScaledSum(1, wide)(given[0], given[1], by, given[2])
+    out = LayerScaleSum(1, wide)(given[0], given[1], by, given[2])
     assert isinstance(out, torch.Tensor)
     wanted = exact[2] + exact[0] * exact[1] * (1 if by is None else by.double())
     bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[kind]

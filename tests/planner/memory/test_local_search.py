@@ -12,7 +12,7 @@ from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
 from outcore.planner.memory.search import PolicySearch, fit, smallest
 from outcore.program.policies import KEEP, Policies
-from tests.planner.memory.test_frontier import brute_force, step
+from tests.planner.memory.test_plan import brute_force, step
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])

@@ -14,8 +14,7 @@ from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit, link_of, one_stage, stage_of
 from outcore.program import Program, check, simulate
 from outcore.program.policies import RECOMPUTE, Encode, Keep, Offload
-from outcore.program.script import Recompute, Run
-from outcore.program.script_layout import layout_of
+from outcore.program.script import Recompute, Run, layout_of
 from tests.memory.oracle import policies
 
 MODES = ("keep", "recompute", "offload", "encode", *(f"mixture {seed}" for seed in range(6)))

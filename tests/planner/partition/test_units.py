@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +8,14 @@ from torch import nn
 
 import outcore
 from outcore.cost import account
+from outcore.cost.costs import CallCost, Costs
+from outcore.cost.saved import Saved
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.planner import CallWeights, split, weights_from_shapes
+from outcore.machine.clock import TimedRuns
+from outcore.planner import CallWeights, split
 from outcore.planner.partition.units import find_units
+from tests.planner.shape_weights import weights_from_shapes
 
 
 class Tied(nn.Module):
@@ -70,14 +74,23 @@ def test_a_module_with_statistics_is_not_torn() -> None:
     assert len(find_units(graph, weights_from_shapes(graph))) == 1
 
 
-def test_weights_come_from_any_costs_and_missing_calls_are_named() -> None:
+def test_weights_come_from_costs_and_missing_calls_are_named() -> None:
     graph = outcore.capture(InPlace(), torch.ones(2, 4))
-    row = SimpleNamespace(forward_s=1.0, backward_s=2.0, saved_bytes=7, workspace_bytes=3, parameter_bytes=80)
-    weights = CallWeights.of(graph, dict.fromkeys(graph.calls, row))
-    assert weights.calls["a#0"].time_s == 3.0 and weights.calls["a#0"].saved_bytes == 7
+    times = {"forward": TimedRuns.of([1.0]), "backward": TimedRuns.of([2.0])}
+    saved = (Saved("input", "value", 7), Saved("a.weight", "parameter", 64))
+    rows = {n: CallCost(n, n, "", saved=saved, workspace_backward_bytes=3, **times) for n in graph.calls}
+    sizes = dict.fromkeys(["a.weight", "b.weight", "c.weight"], 80)
+    costs = Costs("", graph.fingerprint, "cpu", "cpu", rows, sizes, between_s=0.25)
+    weights = CallWeights.of(graph, costs)
+    weight = weights.calls["a#0"]
+    assert weight.time_s == 1.25 + 2.25 and weight.host_forward_s == 0  # on a CPU, with what lies between calls
+    assert weight.saved_bytes == 7 and weight.workspace_bytes == 3
     assert sum(weights.parameter_bytes(c) for c in graph.calls) == 3 * 80
+    issued = {n: replace(row, forward=TimedRuns.of([1.0], dispatch_s=0.5)) for n, row in rows.items()}
+    weight = CallWeights.of(graph, replace(costs, calls=issued)).calls["a#0"]
+    assert (weight.forward_s, weight.host_forward_s) == (1.0, 0.75)
     with pytest.raises(PlanError, match=r"the costs say nothing of a#0 \(and 4 other calls of 5\)"):
-        CallWeights.of(graph, {})
+        CallWeights.of(graph, replace(costs, calls={}))
 
 
 def test_measured_costs_become_weights() -> None:

@@ -7,10 +7,9 @@ import pytest
 from outcore.machine import Link
 from outcore.planner import plan as make_plan
 from outcore.planner.pipeline.candidates import Candidate
-from outcore.planner.pipeline.lower import predict_timeline
+from outcore.planner.pipeline.lower import predict_timeline, simulate_candidate
 from outcore.planner.pipeline.order_search import best_order
 from outcore.planner.pipeline.schedule_model import SCHEDULES, Pipeline, RankLink
-from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.program import Links, Stages
 from outcore.program.plan.document import Plan
 from tests.planner.nets import build

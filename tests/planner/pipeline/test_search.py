@@ -20,15 +20,14 @@ from outcore.planner import (
     plan_vertically,
     split,
     split_vertically,
-    weights_from_shapes,
 )
-from outcore.planner.partition.quiet_solver import quiet
+from outcore.planner.partition.milp import quiet
 from outcore.planner.pipeline.candidates import candidates_for
-from outcore.planner.pipeline.lower import predict_timeline
-from outcore.planner.pipeline.simulate_candidate import simulate_candidate
+from outcore.planner.pipeline.lower import predict_timeline, simulate_candidate
 from outcore.program import Links
 from outcore.program.plan.document import Plan
 from tests.planner.nets import build
+from tests.planner.shape_weights import weights_from_shapes
 
 
 def chain(batch: int = 8) -> Graph:

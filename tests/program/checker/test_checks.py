@@ -12,8 +12,6 @@ from outcore.errors import OutcoreError, ProgramError
 from outcore.machine import Link
 from outcore.program import (
     Backward,
-    CopyIn,
-    CopyOut,
     Forward,
     Instruction,
     Links,
@@ -240,20 +238,6 @@ ONE = Stages.uniform(1)
 
 def alone(*instructions: Instruction) -> Program:
     return Program("by hand", (instructions,))
-
-
-def test_what_is_copied_out_comes_back_before_its_backward() -> None:
-    out, back = CopyOut(0, 0, 8), CopyIn(0, 0, 8)
-    check(alone(Forward(0, 0), out, back, Backward(0, 0)), ONE)
-    for wrong in (
-        (Forward(0, 0), out, Backward(0, 0)),
-        (Forward(0, 0), out, Backward(0, 0), back),
-        (Forward(0, 0), back, out, Backward(0, 0)),
-        (out, Forward(0, 0), back, Backward(0, 0)),
-        (Forward(0, 0), back, Backward(0, 0)),
-    ):
-        with pytest.raises(ProgramError, match="cop"):
-            check(alone(*wrong), ONE)
 
 
 def test_scripts_use_only_what_is_there() -> None:

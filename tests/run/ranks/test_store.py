@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from outcore.errors import EngineError
 from outcore.run.ranks.launch import launch
-from outcore.run.ranks.secret import find_secret
+from outcore.run.ranks.rendezvous import find_secret
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.ranks.store_client import StoreClient
 from tests.foreign.sample import sometimes

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from outcore.stream.execute.conv_epilogue import finish, is_fused
+from outcore.stream.rules.convolve import finish, is_fused
 from tests.kernels.interpreter import too_new
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

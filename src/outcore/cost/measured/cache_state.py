@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["CacheState"]
-
 _CPU_CACHE_BYTES = 4 * 2**20
 """More than a core's own cache, less than what cores share: in a step the calls before leave about that much in it."""
 

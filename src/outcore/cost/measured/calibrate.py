@@ -25,8 +25,6 @@ from outcore.machine.clock import TimedRuns
 from outcore.machine.device import Device
 from outcore.machine.probe import cache_directory
 
-__all__ = ["calibrate", "collect", "collect_listed", "samples_path"]
-
 
 def calibrate(
     device: Device,

@@ -19,8 +19,6 @@ import torch
 
 from outcore.machine.clock import TimedRuns
 
-__all__ = ["HostSpeed", "reference_work_s"]
-
 _VIEWS = 40
 _TRIES = 3
 

@@ -25,8 +25,6 @@ from outcore.cost.measured.bench import in_this_thread
 from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph, capture
 
-__all__ = ["between_calls", "remember"]
-
 _WIDTH = 8
 _STEPS = 18
 _known: dict[tuple[str, int], tuple[float, float]] = {}

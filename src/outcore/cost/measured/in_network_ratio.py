@@ -29,8 +29,6 @@ from outcore.machine.device import Device
 if TYPE_CHECKING:
     from outcore.cost.predicted.calibration import Calibration, Prediction
 
-__all__ = ["STREAMED", "InNetworkRatio", "OperationUse", "fit_usage", "inside_a_network", "predicted_alone"]
-
 STREAMED = 0.85
 """Share of the memory's rate that long element-wise kernels reach."""
 _CACHED = 25_000_000

@@ -24,8 +24,6 @@ from outcore.graph.record.recording import Context, Recording, Ref, Step, fill
 from outcore.graph.structure import leaves
 from outcore.ops.registry import names
 
-__all__ = ["IsolatedCall", "Stride"]
-
 Stride = tuple[int, ...]
 
 _NOISE = 2**18

@@ -19,8 +19,6 @@ from typing import Any
 
 from outcore.ops.registry import aten_kind
 
-__all__ = ["BETWEEN", "CALL", "NODE", "START", "SUM", "issue_of"]
-
 CALL = 0.63
 """The call of a module or function in Python."""
 NODE = 1.27

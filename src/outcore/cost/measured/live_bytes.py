@@ -20,16 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from outcore.cost.measured.launch_count import issue_of
-
-__all__ = ["LiveBytes", "storage_key"]
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """A key of the memory of a tensor while it is alive; None for a tensor without one storage."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
+from outcore.graph.aliasing import storage_key
 
 
 class LiveBytes(TorchDispatchMode):

@@ -7,28 +7,29 @@ measured is kept.
 
 How one call is timed is in `outcore.cost.measured.bench`. What the host does between the calls is measured on a network
 of small layers (`outcore.cost.measured.host_time`), the cost of adding up gradients on two tensors
-(`outcore.cost.measured.gradient_sums`).
+(`GradientSumCost`): a value that several calls read gets several gradients, and no call contains their sum. So the rate
+of the device and the host's launch time at its speed then are found once per device.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.measured.bench import CallBench
-from outcore.cost.measured.gradient_sums import GradientSumCost
+from outcore.cost.measured.cache_state import CacheState
+from outcore.cost.measured.host_speed import reference_work_s
 from outcore.cost.measured.host_time import between_calls
 from outcore.cost.measured.saved_bytes import device_of, quietly
 from outcore.errors import MachineError
 from outcore.graph import Graph
 from outcore.graph.record.preserve import preserved
-from outcore.machine.clock import clock_for
-
-__all__ = ["measure"]
+from outcore.machine.clock import clock_for, time_calls
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of measured calls, the number of all, and the name of the next."""
@@ -156,3 +157,29 @@ def _with_time(cost: CallCost, timed: CallCost | None, reason: str) -> CallCost:
         workspace_backward_bytes=timed.workspace_backward_bytes,
         workspace_source=timed.workspace_source,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSumCost:
+    """The cost of adding one gradient to another."""
+
+    bytes_per_s: float
+    """The rate of what is read and written: three times the gradient."""
+    dispatch_s: float
+    reference_s: float
+    """The time of the reference work when it was launched."""
+
+    @staticmethod
+    @functools.cache
+    def on(device: torch.device) -> GradientSumCost:
+        """Measured on a device."""
+        count = 2**24 if device.type == "cuda" else 2**20
+        a, b = torch.ones(count, device=device), torch.ones(count, device=device)
+        between = CacheState(device).before([a])
+        before = reference_work_s()
+        timing = time_calls(lambda: a.add_(b), device, seconds=0.02, clock=clock_for(device), between=between)
+        return GradientSumCost(12.0 * count / timing.median_s, timing.dispatch_s, (before + reference_work_s()) / 2)
+
+    def issued_s(self, reference: float) -> float:
+        """The launch time of a sum on a host that takes `reference` for the reference work."""
+        return self.dispatch_s * reference / self.reference_s if reference else self.dispatch_s

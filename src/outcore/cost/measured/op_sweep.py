@@ -19,8 +19,6 @@ from typing import Any
 from outcore.cost.predicted.operation import VARIANTS, Kind, Operation
 from outcore.machine.device import Device
 
-__all__ = ["SHARES", "Bounds", "draw", "sweep"]
-
 SHARES: Mapping[Kind, int] = {
     "conv": 10,
     "conv_transpose": 2,

@@ -19,8 +19,6 @@ from torch import Tensor
 from outcore.cost.predicted.operation import Operation
 from outcore.machine.clock import TimedRuns, tf32, time_calls
 
-__all__ = ["precision_context", "prepare", "time_operation"]
-
 Call = Callable[[], Tensor]
 
 _DTYPES = {

@@ -23,8 +23,6 @@ from outcore.documents.typed_schema import record_of
 from outcore.errors import MachineError
 from outcore.machine.clock import TimedRuns
 
-__all__ = ["Progress", "Sample", "measure_samples", "read_samples"]
-
 VERSION = 1
 _TIMING = record_of(TimedRuns)
 

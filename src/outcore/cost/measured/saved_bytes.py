@@ -23,18 +23,17 @@ from operator import attrgetter
 
 import torch
 
-from outcore.cost.costs import CallCost, Costs, Saved
+from outcore.cost.costs import CallCost, Costs
 from outcore.cost.measured.isolated_call import Stride
 from outcore.cost.measured.trial_call import same_layout, try_call
 from outcore.cost.predicted.saved_bytes import keep_on
+from outcore.cost.saved import Saved
 from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.preserve import preserved
 from outcore.graph.record.recording import Recording, Ref, Step
 from outcore.graph.structure import substitute
-
-__all__ = ["account", "device_name", "device_of", "quietly", "recording_of", "signature"]
 
 
 def account(graph: Graph, device: torch.device | str | None = None) -> Costs:

@@ -15,16 +15,15 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outcore.cost.costs import CallCost, Gradient, Saved, Source
+from outcore.cost.costs import CallCost, Gradient, Source
 from outcore.cost.measured.isolated_call import IsolatedCall, Stride
-from outcore.cost.measured.live_bytes import LiveBytes, storage_key
-from outcore.cost.saved import DerivedTensor
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.saved import DerivedTensor, Saved
 from outcore.graph import Graph
-from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.aliasing import storage_key
+from outcore.graph.record.preserve import state_restored
 from outcore.graph.record.recording import Recording, Step
 from outcore.ops.registry import kinds, names
-
-__all__ = ["same_layout", "try_call"]
 
 _REAL_LIMIT = 256 * 2**20
 _UNFAITHFUL = names(*kinds("recurrent"))
@@ -66,23 +65,13 @@ def try_call(
             continue
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         try:
-            with _restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
+            with state_restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
                 isolated = IsolatedCall(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
                 return _run_and_record(isolated, blank, "analytic" if fake else "measured"), ""
         except Exception as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             reason = reason or f"{type(error).__name__}: {first}"[:200]
     return blank, reason
-
-
-@contextlib.contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """A context after which the model is as before, whatever a run has written into it."""
-    state = ModelState(model, state_tensors(model))
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def _run_and_record(isolated: IsolatedCall, blank: CallCost, source: Source) -> CallCost:

@@ -40,8 +40,6 @@ from outcore.machine.clock import TimedRuns
 from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
 from outcore.machine.probe import cache_directory
 
-__all__ = ["Calibration", "Prediction", "Trust", "fit_calibration", "training_samples"]
-
 VERSION = 1
 _NO_CACHE = 8.0
 _BIAS = NAMES.index("bias")

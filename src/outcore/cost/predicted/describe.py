@@ -20,9 +20,7 @@ from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
 from outcore.ops.registry import Facet, find, kinds, names, operation
 from outcore.ops.signature import SIGNATURES
-from outcore.ops.views import WITHOUT_WORK
-
-__all__ = ["WORK", "describe", "is_idle"]
+from outcore.ops.traits import WITHOUT_WORK
 
 
 @dataclass(frozen=True)

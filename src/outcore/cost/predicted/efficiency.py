@@ -31,8 +31,6 @@ from outcore.cost.predicted.operation import Operation
 from outcore.cost.predicted.regression import METHODS, Regression, fit_regression, regression_from_json
 from outcore.cost.predicted.roofline import Ceiling
 
-__all__ = ["Efficiency", "fit_efficiency"]
-
 _FOLDS = 5
 _MARGIN = 0.98
 _LEAST_SAMPLES = 20

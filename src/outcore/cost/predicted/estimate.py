@@ -29,8 +29,6 @@ from outcore.graph import Graph
 from outcore.machine import Device, Machine
 from outcore.machine.clock import TimedRuns
 
-__all__ = ["estimate", "estimate_optimizer"]
-
 _LENDERS = {"cuda": "NVIDIA H200"}
 _SAME_SIZE = {"fp32": "tf32", "fp16": "bf16"}
 """A precision whose elements are as large: its efficiencies are the next best guess."""

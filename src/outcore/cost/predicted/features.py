@@ -20,8 +20,6 @@ from outcore.cost.predicted.operation import VARIANTS, Operation
 from outcore.cost.predicted.roofline import Ceiling
 from outcore.machine.device import ELEMENT_BYTES
 
-__all__ = ["NAMES", "Matrix", "features"]
-
 Matrix = npt.NDArray[np.float64]
 
 _MOST_VARIANTS = max(map(len, VARIANTS.values()))

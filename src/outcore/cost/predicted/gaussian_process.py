@@ -25,16 +25,6 @@ import numpy as np
 
 from outcore.cost.predicted.features import Matrix
 
-__all__ = [
-    "GaussianProcess",
-    "LengthScales",
-    "find_lengths",
-    "fit_gaussian",
-    "gaussian_process",
-    "negative_likelihood",
-    "rounded",
-]
-
 _MOST_POINTS = 3000
 _LENGTH_POINTS = 800
 _STEPS = 60

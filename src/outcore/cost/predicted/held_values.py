@@ -20,8 +20,6 @@ from outcore.cost.costs import Costs
 from outcore.graph import Graph
 from outcore.graph.parts import OUTLIVES
 
-__all__ = ["HeldValues", "held_values"]
-
 
 @dataclass
 class HeldValues:

@@ -25,8 +25,6 @@ from outcore.graph import Graph, capture
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import substitute
 
-__all__ = ["apart", "loss_bytes_in", "loss_bytes_of", "output_of", "usual_loss_bytes"]
-
 _NUMBER_BYTES = 4
 
 

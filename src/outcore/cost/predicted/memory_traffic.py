@@ -27,11 +27,8 @@ from typing import Literal
 from outcore.cost.costs import Costs
 from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Step
-from outcore.ops.autocast import CAST_DOWN, CAST_UP
 from outcore.ops.registry import Facet, names
-from outcore.ops.views import WITHOUT_WORK
-
-__all__ = ["COPIES", "GradientCopies", "MemoryTraffic"]
+from outcore.ops.traits import CAST_DOWN, CAST_UP, WITHOUT_WORK
 
 _HALVES = ("bfloat16", "float16")
 _CASTS = names("to", "type", "bfloat16", "half", "type_as")

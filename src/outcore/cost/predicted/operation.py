@@ -33,8 +33,6 @@ from typing import Any, Literal, get_args
 from outcore.errors import MachineError
 from outcore.machine.device import ELEMENT_BYTES, precision_of
 
-__all__ = ["KINDS", "MATRIX_KINDS", "VARIANTS", "Direction", "Kind", "Operation"]
-
 Kind = Literal[
     "conv",
     "conv_transpose",

@@ -25,8 +25,6 @@ from outcore.cost.predicted.features import Matrix
 from outcore.cost.predicted.gaussian_process import GaussianProcess, LengthScales, find_lengths, fit_gaussian, rounded
 from outcore.errors import MachineError
 
-__all__ = ["METHODS", "Regression", "check_can_fit", "fit_regression", "regression_from_json"]
-
 METHODS = ("polynomial", "gaussian", "trees", "blend")
 """From the smallest to the largest when stored."""
 

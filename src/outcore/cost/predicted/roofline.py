@@ -17,8 +17,6 @@ from outcore.cost.measured.samples import Sample
 from outcore.cost.predicted.operation import Operation
 from outcore.machine.device import Device
 
-__all__ = ["Ceiling"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:

@@ -12,8 +12,6 @@ from dataclasses import replace
 from outcore.cost.costs import CallCost, Costs
 from outcore.machine.clock import TimedRuns
 
-__all__ = ["by_bytes", "scaled", "without_gaps"]
-
 
 def scaled(costs: Costs, like: Costs) -> Costs:
     """Times and workspaces of the same calls on other sizes, in proportion to the bytes they make."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from outcore.cost.costs import CallCost, Saved
-from outcore.cost.saved import DerivedTensor
+from outcore.cost.costs import CallCost
+from outcore.cost.saved import DerivedTensor, Saved
 from outcore.graph import Graph
 from outcore.ops import CallFacts
 from outcore.ops.saved import SAVED
-
-__all__ = ["facts_of", "keep_on", "kept"]
 
 
 def facts_of(graph: Graph, name: str) -> CallFacts:

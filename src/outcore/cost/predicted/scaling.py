@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from outcore.errors import OutcoreError
 
-__all__ = ["Scaling", "SizePoint", "ladder"]
-
 _CHANGE = 0.25
 
 

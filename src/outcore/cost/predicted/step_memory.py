@@ -32,15 +32,6 @@ from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
 from outcore.graph.parts import ROOT, ancestors
 
-__all__ = [
-    "BytesByUse",
-    "HeldMemory",
-    "MemoryCurve",
-    "MemoryMoment",
-    "calls_with_backward",
-    "memory_curve",
-]
-
 _GRANULARITY = {"cuda": 512}
 """The device's allocator rounds sizes up to multiples of this."""
 

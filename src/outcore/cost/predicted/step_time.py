@@ -33,8 +33,6 @@ from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
-__all__ = ["StepTime", "backward_with_sums", "measure_optimizer", "predict_step"]
-
 _ORDER: tuple[Source, ...] = ("measured", "analytic", "scaled", "unknown")
 
 

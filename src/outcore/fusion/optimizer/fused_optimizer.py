@@ -17,8 +17,6 @@ from torch import Tensor
 
 from outcore.fusion.stack import Stack
 
-__all__ = ["FlatUpdate"]
-
 _BLOCK = 1024
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from outcore.loss_scale import LossScale
 
-__all__ = ["MemberLossScale"]
-
 
 @dataclass
 class MemberLossScale:

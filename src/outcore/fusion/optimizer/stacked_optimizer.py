@@ -24,8 +24,6 @@ from outcore.fusion.optimizer.fused_optimizer import FlatUpdate
 from outcore.fusion.optimizer.updates import UPDATES, Numbers, OptimizerUpdate
 from outcore.fusion.stack import Stack
 
-__all__ = ["StackedOptimizer"]
-
 
 @dataclass(eq=False)
 class _Clock:

@@ -11,9 +11,7 @@ from outcore.graph import Call, Graph
 from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Recording, Ref
 from outcore.graph.structure import leaves
-from outcore.ops.views import SHARING
-
-__all__ = ["state_in_place", "unsafe_write", "written_values"]
+from outcore.ops.traits import SHARING
 
 
 def unsafe_write(graph: Graph, recording: Recording) -> str | None:

@@ -8,6 +8,11 @@ overlap; so there the ways that lead with four are tried again with as many as w
 fused ones in its faster form: what is timed is what will run. More than sixteen members are fused in equal groups of up
 to sixteen, one after the other: on an H200 thirty-two in one group were no faster, and took more memory. The speed-up
 over training one after the other is printed before training starts; what was achieved can be printed beside it.
+
+Convolutions are measured one by one, too: grouped, unfolded, or a plain one for each member. How fast a grouped
+convolution is depends on shapes in ways that are hard to predict; for some it is slower than as many plain ones. So the
+convolutions of one replay are collected, each shape is timed in all ways, forward and backward, on made-up numbers, and
+`outcore.fusion.rules.convolution.way` answers by what was found.
 """
 
 from __future__ import annotations
@@ -19,17 +24,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from outcore.errors import FuseError
 from outcore.fusion.member import independent_copy
 from outcore.fusion.memory_forecast import Forecast, forecast
-from outcore.fusion.program.layerwise import measure_convolutions
+from outcore.fusion.program.values import Stacked
+from outcore.fusion.rules import convolution
 from outcore.fusion.runner import RunMode
+from outcore.machine.clock import time_calls
 
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
-
-__all__ = ["AutotuneResult", "TimedWay", "choose", "group_width"]
 
 _PROBES = (2, 4)
 _WIDEST = 16
@@ -283,3 +289,38 @@ def time_steps(
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) -> dict[str, int]:
+    """Decide for each convolution of an array; returns how many shapes run which way."""
+    group = array.groups[0]
+    args = array.arguments(batch, None)
+    seen: dict[Any, tuple[convolution.MemberConvolution, Tensor, Tensor]] = {}
+    with torch.no_grad(), convolution.collecting(seen):
+        for name in array.slots[0].trainings:
+            _, program = array.program(name, args)
+            if program.obstacle is None and len(group) > 1:
+                kept = {n: t.clone() for n, t in group.stack.buffers.items()}
+                group.forward(name, program, args, own_model=False)
+                for buffer, content in kept.items():
+                    group.stack.buffers[buffer].copy_(content)
+    found: dict[str, int] = {}
+    for signature, (conv, x, weight) in seen.items():
+        best = min(conv.ways(x, weight), key=lambda way: _convolution_s(conv, x, weight, way, group.device, seconds))
+        convolution.decide(signature, best)
+        found[best] = found.get(best, 0) + 1
+    return found
+
+
+def _convolution_s(
+    conv: convolution.MemberConvolution, x: Tensor, weight: Tensor, way: str, device: torch.device, seconds: float
+) -> float:
+    given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).normal_().requires_grad_()
+    own = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device).normal_()
+    own.requires_grad_()
+
+    def both() -> None:
+        conv.stacked(way, Stacked(given), own, None).tensor.sum().backward()
+        given.grad = own.grad = None
+
+    return time_calls(both, device, seconds=seconds, warmup=2, most=10).median_s

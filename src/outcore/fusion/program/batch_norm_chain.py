@@ -27,8 +27,6 @@ from outcore.graph.record.recording import Ref, Step
 from outcore.memory.op_fusion.batch_norm_relu import norms_of
 from outcore.ops.registry import of_layer
 
-__all__ = ["BatchNormChain", "chains_of", "pays"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchNormChain:

@@ -21,8 +21,6 @@ from torch.func import functional_call, vmap
 from outcore.fusion.program.values import Stacked, is_stacked, member_of, stack_results
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["FusedCall", "MemberRandomness", "has_hooks", "rnn_weights_anywhere", "settings"]
-
 
 class MemberRandomness:
     """Where random numbers come from: one generator for all, or one per member that repeats a serial run's.

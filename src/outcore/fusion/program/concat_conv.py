@@ -19,8 +19,6 @@ from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
 from outcore.ops.registry import names
 
-__all__ = ["joins_of"]
-
 
 def joins_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str, str]:
     """Calls of ``cat`` along the channels, and the 1x1 convolution that is the only reader of each."""

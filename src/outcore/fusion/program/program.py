@@ -37,9 +37,7 @@ from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.preserve import ModelState
 from outcore.graph.record.recording import Recording, Ref, Step, fill, schedule_drops
 from outcore.graph.structure import leaves
-from outcore.ops.random import RANDOM
-
-__all__ = ["StackedProgram"]
+from outcore.ops.traits import RANDOM
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 

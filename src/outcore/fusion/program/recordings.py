@@ -19,8 +19,6 @@ from outcore.fusion.program.program import StackedProgram
 from outcore.fusion.training import MemberTraining
 from outcore.graph.record.keys import key_of
 
-__all__ = ["Key", "ProgramCache", "same_settings"]
-
 Key = tuple[str, torch.dtype | None, tuple[Any, ...]]
 """The key of a recording: the objective, the precision, and the inputs of the model."""
 Members = Mapping[str, Sequence[MemberTraining]]

@@ -23,12 +23,10 @@ from outcore.fusion.stack import Stack
 from outcore.fusion.training import MemberTraining
 from outcore.graph.record.recording import Recording, Ref, Step, Tape, fill
 from outcore.graph.structure import leaves
-from outcore.ops.out_of_place import out_of_place
+from outcore.ops.traits import out_of_place
 
 if TYPE_CHECKING:
     from outcore.fusion.program.program import StackedProgram
-
-__all__ = ["StackedTape"]
 
 
 class StackedTape(Tape):

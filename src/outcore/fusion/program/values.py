@@ -17,17 +17,6 @@ import torch
 
 from outcore.graph.structure import leaves, substitute
 
-__all__ = [
-    "Stacked",
-    "UnjoinedConcat",
-    "fold_channels",
-    "is_repeated",
-    "is_stacked",
-    "member_of",
-    "stack_results",
-    "unfold_channels",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:

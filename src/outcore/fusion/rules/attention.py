@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
 
-__all__ = ["attention", "dropout", "embedding"]
-
 
 def embedding(index: Any, weight: Any, padding_idx: int | None) -> Any:
     """``F.embedding`` for all members."""

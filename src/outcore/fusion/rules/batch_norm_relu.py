@@ -21,8 +21,6 @@ from outcore.fusion.program.values import Stacked, fold_channels, unfold_channel
 from outcore.fusion.rules.norm_max import norm_max
 from outcore.fusion.rules.normalisation import batch_norm
 
-__all__ = ["norm_in_one_pass"]
-
 _ORDER = 3
 """The order of rounding in the kernels; any would do: ``(x - mean) * (invstd * weight) + bias``."""
 _LONG = 256

@@ -4,7 +4,7 @@ A depthwise convolution reads and writes as much as it computes, and to it the c
 channels. cuDNN's kernels for it are made for maps, and what it picks of them for thousands of channels on maps of a
 few positions, as MobileNet has them on small images, differs from run to run, by twice the time of a step. These read
 everything once, and leave out what falls outside of the map. Which is faster is measured per layer
-(`outcore.fusion.program.layerwise`).
+(`outcore.fusion.program.autotune`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch._subclasses import FakeTensor
 
 if TYPE_CHECKING:
     from outcore.fusion.rules.convolution import MemberConvolution
-
-__all__ = ["depthwise", "is_depthwise"]
 
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 

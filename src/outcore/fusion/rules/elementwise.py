@@ -17,8 +17,6 @@ import torch
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
 
-__all__ = ["binary", "contiguous", "per_channel", "reshape", "unary"]
-
 
 def unary(call: FusedCall) -> Any:
     """One tensor, element by element."""

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 
 from outcore.fusion.program.values import Stacked, UnjoinedConcat, is_repeated
 
-__all__ = ["linear", "lowered", "pointwise", "pointwise_joined", "pointwise_shared", "product"]
-
 
 def linear(input: Any, weight: Any, bias: Any) -> Any:
     """``F.linear`` for all members; NotImplemented where that is no matrix product."""

@@ -24,8 +24,6 @@ from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_
 from outcore.ops.registry import Facet, kinds, of_layer, spatial_dims
 from outcore.ops.signature import SIGNATURES
 
-__all__ = ["MODULE_RULES", "module_rule", "writes_nothing"]
-
 
 def _of(call: FusedCall, *names: str) -> list[Any]:
     return [call.state.get(name) for name in names]

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-__all__ = ["Running", "norm_max"]
-
 Running = tuple[Tensor, Tensor] | None
 """The running mean and variance, which are updated."""
 

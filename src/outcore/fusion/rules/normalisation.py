@@ -14,8 +14,6 @@ import torch.nn.functional as F
 
 from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
-
 
 def _flat(value: Any) -> torch.Tensor | None:
     return value.tensor.flatten() if isinstance(value, Stacked) else None

@@ -16,8 +16,6 @@ from torch import nn
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
 
-__all__ = ["cell", "recurrent"]
-
 State = tuple[torch.Tensor, ...]
 
 

@@ -18,10 +18,8 @@ from outcore.fusion.rules import attention as attend
 from outcore.fusion.rules.functions import function_rule
 from outcore.fusion.rules.modules import module_rule
 from outcore.graph.naming import function_name
-from outcore.ops.random import RANDOM
 from outcore.ops.registry import find, of_layer
-
-__all__ = ["is_random", "run"]
+from outcore.ops.traits import RANDOM
 
 
 def run(call: FusedCall) -> Any:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from outcore.figure import DASHES, Axes, Span, document, legend, text
 from outcore.fusion.sweep.trials import TrialResult
 
-__all__ = ["draw_curves"]
-
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 560, 400, 66, 54, 20, 82
 _EACH = ("blue", "orange", "green", "vermillion", "purple", "sky")
 _COLOURS = {"complete": "sky", "running": "green", "pruned": "grey", "diverged": "vermillion"}

@@ -18,8 +18,6 @@ from outcore.errors import FuseError
 from outcore.fusion.sweep.space import SearchDimension
 from outcore.fusion.sweep.trials import Outcome, Trial, TrialResult
 
-__all__ = ["PRUNERS", "SEARCHES", "Rungs", "Tuner"]
-
 SEARCHES = ("tpe", "random", "cmaes")
 PRUNERS = ("none", "asha", "hyperband", "median")
 

@@ -20,8 +20,6 @@ from outcore.fusion.training import MemberTraining
 from outcore.graph.record.preserve import evaluating
 from outcore.graph.structure import substitute
 
-__all__ = ["PlainLoop", "PlainMember"]
-
 MakeOptimizer = Callable[[Any, int], torch.optim.Optimizer]
 
 

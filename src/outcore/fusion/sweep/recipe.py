@@ -21,8 +21,6 @@ from outcore.errors import FuseError
 from outcore.fusion.sweep.trials import Trial
 from outcore.job import Job
 
-__all__ = ["Recipe"]
-
 _ALIASES = {"wd": "weight_decay"}
 _OWN = ("batch", "seed")
 

@@ -22,8 +22,6 @@ from typing import Any
 
 from outcore.errors import FuseError
 
-__all__ = ["SearchDimension", "grid", "parse_settings"]
-
 Settings = dict[str, Any]
 
 

@@ -33,8 +33,6 @@ from outcore.fusion.sweep.plain_loop import PlainLoop
 from outcore.fusion.sweep.recipe import Recipe
 from outcore.fusion.sweep.trials import Outcome, Trial, TrialResult, TrialSource
 
-__all__ = ["Sweep", "SweepOptions"]
-
 _MEASURED = 120
 """About how many steps of single members measuring takes: two serial ones, two ways with two and with four members."""
 _WORTH = 5.0

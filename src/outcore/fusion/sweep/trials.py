@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-__all__ = ["ListedTrials", "Outcome", "Trial", "TrialResult", "TrialSource"]
-
 Outcome = Literal["complete", "pruned", "diverged"]
 
 

@@ -24,8 +24,6 @@ from torch import nn
 
 from outcore.graph.reads.frozen import GONE, SameObject, frozen
 
-__all__ = ["BOOKKEEPING", "AttributeReads", "copy_attributes"]
-
 BOOKKEEPING = frozenset({*nn.Module().__dict__, "forward", "call_super_init", "_compiled_call_impl"})
 """Attributes in which torch keeps parameters, submodules, hooks and modes, which are compared by themselves."""
 _TORCH = str(Path(torch.__file__).parent) + os.sep

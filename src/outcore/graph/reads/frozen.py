@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GONE", "SameObject", "attributes_of", "frozen", "is_foreign", "needs_look", "relaxed", "seen_of"]
-
 _DEPTH = 6
 _ATOMS = (str, bytes, int, complex, bool, type(None), type(Ellipsis), range, torch.dtype, torch.device, enum.Enum)
 _SEQUENCES = (list, tuple, deque)

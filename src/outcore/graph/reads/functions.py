@@ -24,8 +24,6 @@ from torch import nn
 
 from outcore.graph.reads.frozen import GONE, attributes_of, is_foreign
 
-__all__ = ["LookupPlace", "places_of"]
-
 _DUNDER = frozenset({"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"})
 _DEPTH = 3
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device)

@@ -33,8 +33,6 @@ from outcore.graph.reads.frozen import GONE, SameObject, attributes_of, frozen, 
 from outcore.graph.reads.functions import LookupPlace, places_of
 from outcore.graph.record.keys import hooks_of
 
-__all__ = ["Snapshot", "attribute_places", "outer_places", "read_places"]
-
 _STATE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST = 20_000

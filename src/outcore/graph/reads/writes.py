@@ -28,8 +28,6 @@ from outcore.graph.reads.frozen import GONE, attributes_of, frozen
 from outcore.graph.record.recording import Ref, fill
 from outcore.graph.structure import leaves
 
-__all__ = ["Effects", "ModuleWrite", "change_of", "templated"]
-
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Ref)
 
 

@@ -34,18 +34,6 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_dynamo_compiling
 
-__all__ = [
-    "CallObserver",
-    "ModuleWatcher",
-    "call_module",
-    "current_watcher",
-    "intercepted",
-    "is_recording",
-    "opened",
-    "unwatched",
-    "watched",
-]
-
 
 class ModuleWatcher(Protocol):
     """Who is told of module calls."""

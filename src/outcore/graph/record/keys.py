@@ -16,8 +16,6 @@ from torch import nn
 from outcore.graph.record.recording import Context
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["hooks_of", "key_of"]
-
 
 def key_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None

@@ -5,14 +5,24 @@ numbers and fill caches (``functools.lru_cache`` around a function that makes po
 all of it back, also after an exception: whatever can be reached from the model's attributes through lists, dicts and
 objects whose classes come from the packages that its modules come from. What a forward writes elsewhere (globals,
 files) is not undone.
+
+Functions under ``functools.lru_cache`` hold state too (`function_caches`). Python keeps no list of them; finding them
+means looking at every object there is, which takes a tenth of a second in a process with a few large libraries. So they
+are remembered, weakly, and looked for again only when there are more: each of them holds one reference to its type, so
+that the number of references to the type, less those of the known ones alive, is the same until another is made (or
+somebody else refers to the type, and the search was for nothing).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import random
+import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,10 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-
-from outcore.graph.reads.function_caches import function_caches
-
-__all__ = ["ModelState", "RandomStates", "evaluating", "preserved", "state_tensors"]
 
 _CONTAINERS = (list, dict, set, deque)
 _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
@@ -42,6 +48,16 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
         for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
+
+
+@contextlib.contextmanager
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """A context after which attributes, buffers and random states are as before, whatever a run has written."""
+    state = ModelState(model, state_tensors(model))
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 @contextlib.contextmanager
@@ -178,3 +194,28 @@ def state_tensors(model: nn.Module) -> list[torch.Tensor]:
     parameters = {id(p) for p in model.parameters()}
     held = (v for h in _holders(model) for v in _contents(h) if isinstance(v, torch.Tensor) and id(v) not in parameters)
     return list({id(t): t for t in (*model.buffers(), *held) if not t.is_meta}.values())
+
+
+_Cache = functools._lru_cache_wrapper
+
+_known: list[weakref.ref[_Cache[Any]]] = []
+_others = -1
+"""References to the type that no known cache holds."""
+
+
+def function_caches() -> list[_Cache[Any]]:
+    """All functions under ``functools.lru_cache``, but for torch's own."""
+    global _known, _others
+    alive = [cache for ref in _known if (cache := ref()) is not None]
+    if not _is_counted() or sys.getrefcount(_Cache) - len(alive) != _others:
+        alive = [o for o in gc.get_referrers(_Cache) if type(o) is _Cache]
+        _known = [weakref.ref(cache) for cache in alive]
+        _others = sys.getrefcount(_Cache) - len(alive)
+    return [cache for cache in alive if not str(getattr(cache, "__module__", "")).startswith("torch.")]
+
+
+def _is_counted() -> bool:
+    """Whether a cache adds to the references of its type: not so in a Python without a global lock."""
+    before = sys.getrefcount(_Cache)
+    cache = functools.lru_cache(_is_counted)
+    return sys.getrefcount(_Cache) - before == 1 and cache is not None

@@ -39,8 +39,6 @@ from outcore.graph.record.references import References, unheld
 from outcore.graph.source import call_site
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["HiddenTensorError", "Recorder", "planning"]
-
 _COMPOSITES = {F.multi_head_attention_forward}
 _READS = {
     "item",

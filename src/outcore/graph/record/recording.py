@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from outcore.graph.reads.snapshot import Snapshot
     from outcore.graph.reads.writes import Effects
 
-__all__ = ["Context", "Mismatch", "Recording", "Ref", "Step", "Tape", "fill", "schedule_drops"]
-
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 """Types of arguments that hold no references."""
 

@@ -23,8 +23,6 @@ import torch
 
 from outcore.graph.parts import OUTLIVES, Call
 
-__all__ = ["References", "unheld"]
-
 _autograd: Any = torch._C._autograd
 
 

@@ -25,8 +25,6 @@ from outcore.graph.reads.functions import LookupPlace
 from outcore.graph.reads.snapshot import Snapshot, attribute_places, describe_attribute, outer_places, read_places
 from outcore.graph.reads.writes import Effects, ModuleWrite, change_of, templated
 
-__all__ = ["WatchedRun"]
-
 
 class WatchedRun:
     """A run of a model, from before it to after it."""

@@ -26,8 +26,6 @@ import triton.language as tl
 
 from outcore.kernels.recurrent.tile_product import _columns, _dot, _inputs, _split, _turned_product
 
-__all__ = ["compare", "multiply_back", "pass_back", "sweep_back"]
-
 
 @triton.jit
 def _weight(weights, d, gate, row, col, H: tl.constexpr, G: tl.constexpr):

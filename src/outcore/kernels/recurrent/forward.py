@@ -15,8 +15,6 @@ from outcore.kernels.recurrent.backward import _load, _store, _weights
 from outcore.kernels.recurrent.gates import _sigmoid, _tanh
 from outcore.kernels.recurrent.tile_product import _dot
 
-__all__ = ["sweep_on"]
-
 
 @triton.jit
 def _gates(base, mask, H: tl.constexpr, KIND: tl.constexpr):

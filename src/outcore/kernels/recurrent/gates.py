@@ -17,8 +17,6 @@ from triton.language.extra import libdevice
 
 from outcore.kernels.recurrent.tile_product import _dot
 
-__all__ = ["gru_values", "lstm_gates", "lstm_values"]
-
 
 @triton.jit
 def _tanh(x, LIBRARY: tl.constexpr):

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["recur", "recur_complex"]
-
 
 @triton.jit
 def _then(a1, b1, a2, b2):

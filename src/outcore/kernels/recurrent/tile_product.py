@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["_columns", "_dot", "_inputs", "_product", "_split", "_turned_product"]
-
 
 @triton.jit
 def _split(x, PRECISION: tl.constexpr):

@@ -18,8 +18,6 @@ import triton.language as tl
 
 from outcore.kernels.recurrent.tile_product import _columns, _inputs, _split, _turned_product
 
-__all__ = ["add_up", "sum_up"]
-
 
 @triton.jit
 def _block(

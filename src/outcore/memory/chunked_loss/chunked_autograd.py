@@ -12,11 +12,15 @@ sum is a longer list.
 
 Gradients are made in forward where the incoming one will be a single number, but not in float16, where the scale of the
 loss, which keeps small numbers from vanishing, is known in backward alone.
+
+Who asks for the numbers of a lazy tensor below autograd has switched it off for this thread by excluding its dispatch
+keys. To make a gradient there, which takes a backward of its own, they are admitted again for as long as that takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +29,11 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from outcore.memory.chunked_loss.autograd_below import autograd_below
 from outcore.memory.chunked_loss.head import Head, OperandGradients
-from outcore.memory.chunked_loss.reductions import Reduction
+from outcore.memory.chunked_loss.reductions import RowReduction
 
 if TYPE_CHECKING:
     from outcore.memory.chunked_loss.row_ops import RowLayout, RowOp
-
-__all__ = ["LazyGradient", "LazyTensor", "LinearNode", "RowOpNode", "WholeNode", "reduce_rows"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -61,7 +62,7 @@ class Term:
     """From the layer to the rows that are reduced."""
     rows: tuple[torch.Tensor | None, int]
     """Which rows of the layer, and how many."""
-    reduction: Reduction
+    reduction: RowReduction
     grad: torch.Tensor | None = None
     made: OperandGradients | None = None
     """Gradients of the operands, without the incoming one, if they were made in forward."""
@@ -195,7 +196,7 @@ class LazyGradient(torch.Tensor):
         return func(*given[0], **given[1])
 
 
-def reduce_rows(tensor: LazyTensor, found: Reduction) -> torch.Tensor:
+def reduce_rows(tensor: LazyTensor, found: RowReduction) -> torch.Tensor:
     """Reduce a lazy tensor, chunk by chunk."""
     wanted = tensor.requires_grad and torch.is_grad_enabled() and found.differentiable
     layout = tensor.row_layout
@@ -325,3 +326,18 @@ def _differentiated(func: Callable[[Any], Any], tensor: torch.Tensor, grad: torc
         result = func(here)
     (found,) = torch.autograd.grad(result, here, grad, create_graph=again)
     return found
+
+
+_torch_c: Any = torch._C
+_KEYS = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
+
+
+@contextlib.contextmanager
+def autograd_below() -> Iterator[None]:
+    """Let autograd record again."""
+    included = _torch_c._dispatch_tls_local_include_set()
+    excluded = _torch_c._dispatch_tls_local_exclude_set()
+    for key in _KEYS:
+        excluded = excluded.remove(getattr(_torch_c.DispatchKey, key))
+    with _torch_c._ForceDispatchKeyGuard(included, excluded):
+        yield

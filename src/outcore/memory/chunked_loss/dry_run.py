@@ -20,8 +20,6 @@ from outcore.graph.structure import leaves, substitute
 from outcore.memory.chunked_loss.lazy_rows import LazyRows, lazy_linear
 from outcore.planner.memory.chunked_region import ChunkedRegion
 
-__all__ = ["loss_by_rows", "stays_lazy"]
-
 
 def stays_lazy(region: ChunkedRegion, graph: Graph, model: nn.Module) -> bool:
     """Whether the result of the region's layer is never made whole."""

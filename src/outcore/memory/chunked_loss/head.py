@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from outcore.errors import OutcoreError
-from outcore.memory.chunked_loss.autocast_state import AutocastState
-
-__all__ = ["Head", "OperandGradients"]
+from outcore.memory.chunked_loss.row_ops import AutocastState
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -29,20 +29,18 @@ from torch.utils._pytree import tree_map
 
 from outcore.errors import OutcoreError
 from outcore.graph.naming import function_name
-from outcore.memory.chunked_loss.autograd_below import autograd_below
 from outcore.memory.chunked_loss.chunked_autograd import (
     LazyGradient,
     LazyTensor,
     LinearNode,
     RowOpNode,
     WholeNode,
+    autograd_below,
     reduce_rows,
 )
 from outcore.memory.chunked_loss.head import Head
 from outcore.memory.chunked_loss.reductions import reduction
 from outcore.memory.chunked_loss.row_ops import RowLayout, RowOp, row_op
-
-__all__ = ["LazyRows", "lazily", "lazy_linear"]
 
 _METADATA = frozenset(
     "shape dtype device requires_grad is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized is_nested layout "

@@ -18,16 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.memory.chunked_loss.autocast_state import AutocastState
-from outcore.memory.chunked_loss.row_ops import RowLayout
-
-__all__ = ["Reduction", "reduction"]
+from outcore.memory.chunked_loss.row_ops import AutocastState, RowLayout
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class RowReduction:
     """One reduction of a lazy tensor."""
 
     func: Callable[..., Any]
@@ -73,7 +70,7 @@ def reduction(
     layout: RowLayout,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Reduction | None:
+) -> RowReduction | None:
     """What a call makes of a lazy tensor, if that is a reduction of its rows."""
     others = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     if any(t.requires_grad for t in others) or any(t.device != tensor.device for t in others):
@@ -98,7 +95,7 @@ def _bound(
 
 def _classes(
     name: str, func: Callable[..., Any], tensor: torch.Tensor, layout: RowLayout, args: tuple[Any, ...], kwargs: Any
-) -> Reduction | None:
+) -> RowReduction | None:
     """Cross entropy and negative log likelihood."""
     given = _bound(func, tensor, args, kwargs)
     if given is None or given["size_average"] is not None or given["reduce"] is not None:
@@ -134,7 +131,7 @@ def _classes(
         else:
             of = weight[torch.where(counted, rows, 0)]
             divisor = torch.where(counted, of, 0).sum(dtype=torch.float32 if of.dtype in _HALF else of.dtype)
-    return Reduction(
+    return RowReduction(
         func,
         args,
         kwargs,
@@ -150,7 +147,7 @@ def _classes(
 
 def _elements(
     name: str, func: Callable[..., Any], tensor: torch.Tensor, layout: RowLayout, args: tuple[Any, ...], kwargs: Any
-) -> Reduction | None:
+) -> RowReduction | None:
     """Losses of every element beside its target."""
     given = _bound(func, tensor, args, kwargs)
     if given is None or any(given.get(k) is not None for k in ("size_average", "reduce", "weight", "pos_weight")):
@@ -169,12 +166,12 @@ def _elements(
 
     divisor = {"mean": float(tensor.numel()), "sum": None, "batchmean": float(tensor.shape[0])}[how]
     rows = layout.columns_last(target)
-    return Reduction(func, args, kwargs, on_chunk, AutocastState.of(tensor.device), (rows,), divisor)
+    return RowReduction(func, args, kwargs, on_chunk, AutocastState.of(tensor.device), (rows,), divisor)
 
 
 def _total(
     name: str, func: Callable[..., Any], tensor: torch.Tensor, layout: RowLayout, args: tuple[Any, ...], kwargs: Any
-) -> Reduction | None:
+) -> RowReduction | None:
     """The sum or mean of everything."""
     if args or set(kwargs) - {"dtype"}:
         return None
@@ -186,12 +183,12 @@ def _total(
         return chunk.to(to) if to is not None else chunk
 
     divisor = float(tensor.numel()) if name == "mean" else None
-    return Reduction(func, args, kwargs, on_chunk, AutocastState.of(tensor.device), (), divisor)
+    return RowReduction(func, args, kwargs, on_chunk, AutocastState.of(tensor.device), (), divisor)
 
 
 def _per_row(
     name: str, func: Callable[..., Any], tensor: torch.Tensor, layout: RowLayout, args: tuple[Any, ...], kwargs: Any
-) -> Reduction | None:
+) -> RowReduction | None:
     """A few numbers of every row."""
     given = dict(zip(("dim", "index" if name == "gather" else "keepdim"), args, strict=False)) | kwargs
     dim = given.get("dim")
@@ -225,7 +222,7 @@ def _per_row(
         rows = layout.columns_last(grad if keep else grad.unsqueeze(layout.dim))
         return rows if name == "gather" else rows.squeeze(-1)
 
-    return Reduction(
+    return RowReduction(
         func,
         args,
         kwargs,
@@ -239,7 +236,7 @@ def _per_row(
     )
 
 
-_MAKERS: dict[str, Callable[..., Reduction | None]] = {
+_MAKERS: dict[str, Callable[..., RowReduction | None]] = {
     "cross_entropy": _classes,
     "nll_loss": _classes,
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"), _elements),

@@ -8,6 +8,7 @@ What is not known here, or mixes rows, is no row operation, and then the tensor 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from outcore.memory.chunked_loss.autocast_state import AutocastState
 from outcore.planner.memory.row_wise import (
     ACTIVATIONS,
     CASTS,
@@ -27,8 +27,6 @@ from outcore.planner.memory.row_wise import (
     SCALING,
     SOFTMAX,
 )
-
-__all__ = ["RowLayout", "RowOp", "row_op"]
 
 
 @dataclass(frozen=True)
@@ -264,3 +262,26 @@ def _position(key: Any, dim: int, dims: int) -> int | None:
         source += 1
         place += not isinstance(k, int)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Whether autocast was on for a device, and in which type."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, device: torch.device) -> AutocastState:
+        """The state that is in force now."""
+        kind = device.type
+        if kind == "meta":
+            return cls(kind, False, torch.float32)
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def restored(self) -> contextlib.AbstractContextManager[object]:
+        """The same state again, without its cache of casts: what it would hold is gone."""
+        if self.device == "meta":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

@@ -24,8 +24,6 @@ from outcore.memory.saved_tensors.settings import PlannedCall
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
-__all__ = ["planned_again"]
-
 _TRIES = 5
 _GROWTH, _MOST_GROWTH = 2 * 20 * 2**20, 0.03
 """Segments grow by 20 MiB, on the stream of the loop and on that of the captures; of the budget, at most this share."""

@@ -36,8 +36,6 @@ from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
-__all__ = ["GraphChoice"]
-
 _WATCHED = 4
 """Live steps that are timed, after one that warms up."""
 _WARM_UPS = 2

@@ -21,15 +21,6 @@ import torch
 
 from outcore.memory.offload.backends import HostBackend
 
-__all__ = [
-    "GraphPool",
-    "give_back",
-    "grow_segments_from_now_on",
-    "growing_segments",
-    "without_limit",
-    "without_workspaces",
-]
-
 
 class GraphPool:
     """Captures graphs one after the other into one memory pool."""

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from outcore.allocator.expandable_segments import reserved_by
+from outcore.allocator.caching_allocator import reserved_by
 from outcore.allocator.padding_search import PaddingBlock, PaddingSearch, best_padding_blocks
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Ref, Step, Tape
@@ -34,8 +34,6 @@ from outcore.memory.cuda_graphs.static_grads import StaticGrads, capture_paramet
 from outcore.memory.offload.backends import HostBackend
 from outcore.memory.replay.compile_policies import CompiledRecording
 from outcore.memory.replay.replay_forward import ReplayPass
-
-__all__ = ["StepGraph"]
 
 _WARM_UPS = 2
 _WORTH = 0.99

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pack_bits", "rectified", "through", "unpack_bits"]
-
 _CHUNK = 2**14
 """Elements that are coded at a time on a CPU."""
 

@@ -28,8 +28,6 @@ from outcore.memory.encode.bitmask import rectified, through, unpack_bits
 from outcore.memory.op_fusion.pattern import hooked
 from outcore.program.policies import Policies
 
-__all__ = ["bit_relus", "rectified_by_bits", "relu_by_bits"]
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from outcore.graph.record.recording import Step
-from outcore.memory.encode.pool_positions import PoolWindow, indices_of
+from outcore.kernels.pool_window import PoolWindow
+from outcore.memory.encode.pool_positions import indices_of
 from outcore.memory.op_fusion.pattern import hooked
-
-__all__ = ["byte_pools", "pooled_by_bytes"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST = 2**31 - 2**11

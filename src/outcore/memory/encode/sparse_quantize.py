@@ -22,8 +22,6 @@ import torch
 from outcore.memory.encode.bitmask import pack_bits, unpack_bits
 from outcore.ops.recompute_encode import GROUP
 
-__all__ = ["NonZeros", "grouped", "halved", "least_step", "without_zeros"]
-
 _PART = 2**18
 """Numbers that are rounded at a time on a CPU."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

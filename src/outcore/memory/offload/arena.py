@@ -10,8 +10,6 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Arena", "ArenaBlock"]
-
 _ALIGN = 512
 
 

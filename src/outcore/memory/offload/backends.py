@@ -29,8 +29,6 @@ from outcore.memory.offload.pinning import pin, unpin
 from outcore.memory.offload.scratch_file import ScratchFile
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
-__all__ = ["Backend", "DiskBackend", "HostBackend", "OffloadedBuffer", "tier_for"]
-
 
 class OffloadedBuffer(Protocol):
     """One buffer that is offloaded and fetched again."""

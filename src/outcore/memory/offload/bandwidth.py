@@ -14,8 +14,6 @@ from outcore.memory.offload.host_limit import host_limit_bytes
 from outcore.memory.offload.scratch_file import ScratchFile
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
-__all__ = ["measured_disk", "measured_tier", "memory_rate", "tier_below"]
-
 _PROBE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 

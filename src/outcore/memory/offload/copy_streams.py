@@ -14,17 +14,6 @@ import torch
 
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
-__all__ = [
-    "Copy",
-    "CopyEvent",
-    "CopyStreams",
-    "CudaCopyStreams",
-    "Ends",
-    "RoundTripCopy",
-    "ThreadCopyStreams",
-    "copy_streams_for",
-]
-
 
 class CopyEvent(Protocol):
     """The end of a copy, or of what was computed before one."""

@@ -27,8 +27,6 @@ from outcore.memory.offload.host_storage import PinnedStorage
 from outcore.memory.offload.scratch_file import ScratchFile
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 
-__all__ = ["SpillBackend", "SpilledBuffer"]
-
 
 class SpillBackend:
     """Host memory of a fixed size, and a file behind it."""

@@ -11,9 +11,7 @@ import os
 from pathlib import Path
 
 from outcore.machine.units import parse_bytes
-from outcore.planner.memory.machine_tier import HOST_SHARE
-
-__all__ = ["host_limit_bytes"]
+from outcore.planner.memory.copy_schedule import HOST_SHARE
 
 
 def host_limit_bytes() -> int:

@@ -17,8 +17,6 @@ import torch
 from outcore.errors import OutcoreError
 from outcore.memory.offload.pinning import pin, unpin
 
-__all__ = ["FileStorage", "OffDeviceStorage", "PinnedStorage", "off_device_storage"]
-
 
 class OffDeviceStorage(Protocol):
     """Dense memory off the device."""

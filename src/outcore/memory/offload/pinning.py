@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["pin", "unpin"]
-
 
 def pin(address: int, size: int) -> str:
     """Pin so many bytes at an address; returns why that could not be done, or nothing."""

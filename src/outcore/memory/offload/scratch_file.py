@@ -16,8 +16,6 @@ import torch
 from outcore.errors import OutcoreError
 from outcore.memory.offload.arena import Arena, ArenaBlock
 
-__all__ = ["ScratchFile"]
-
 
 class ScratchFile:
     """Gives out blocks of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""

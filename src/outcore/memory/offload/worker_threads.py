@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["WorkerTask", "WorkerThreads", "read_ahead"]
-
 T = TypeVar("T")
 Job = TypeVar("Job")
 Read = TypeVar("Read")

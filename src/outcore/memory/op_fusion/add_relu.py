@@ -22,8 +22,6 @@ from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.saved_tensors.recompute_batch_norm import dense
 from outcore.ops.registry import names
 
-__all__ = ["Sums", "as_summed", "summed", "sums_of"]
-
 Sums = Mapping[str, str]
 """Call of a sum -> call of the ReLU that overwrites it."""
 _SUMS = names("add")
@@ -108,7 +106,7 @@ class _Sum(torch.autograd.Function):
         """Sum and ReLU in one pass."""
         out = x if inplace else torch.empty_like(x)
         if x.is_cuda:
-            from outcore.kernels.add_relu import rectified_sum
+            from outcore.kernels.bias_relu import rectified_sum
 
             rectified_sum(x, y, out)
             torch.autograd.graph.increment_version(out)

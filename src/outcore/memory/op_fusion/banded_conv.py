@@ -28,8 +28,6 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Step
 from outcore.memory.op_fusion.pattern import hooked
 
-__all__ = ["in_bands"]
-
 _COUNTED = 2**31 - 1
 _BAND = 2**27
 """Elements of a band: half a gigabyte in single precision, which is all the extra memory it takes."""

@@ -29,8 +29,6 @@ from outcore.memory.op_fusion.profitability import Norms
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, dense, memory_format, normalised, usual_order
 from outcore.ops.registry import of_layer, operation
 
-__all__ = ["norms_of", "replacements"]
-
 
 def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
     """Call of a norm -> call of the ReLU that is the only reader of its output, if there is one."""

@@ -29,8 +29,6 @@ from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import plan_memory
 
-__all__ = ["FormatTrial", "faster", "other_order"]
-
 _DEVICES = {"cuda"}
 """Devices on which the format makes a difference."""
 _CLEARLY = 0.98

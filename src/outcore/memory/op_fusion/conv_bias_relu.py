@@ -30,8 +30,6 @@ from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import RATE, less, totals
 from outcore.memory.saved_tensors.recompute_batch_norm import dense, memory_format
 
-__all__ = ["Biases", "as_biased", "biases_of", "rectifiers", "worth_it"]
-
 Biases = Mapping[str, str]
 """Call of a convolution -> call of the ReLU that is the only reader of its output."""
 _DEVICES = {"cuda"}

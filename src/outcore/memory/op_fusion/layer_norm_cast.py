@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outcore.cost.costs import Costs, Saved
+from outcore.cost.costs import Costs
+from outcore.cost.saved import Saved
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.kernels.row_blocks import parts_bytes
@@ -35,8 +36,6 @@ from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
 from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
 from outcore.ops.registry import names
-
-__all__ = ["FusedLayerNorm", "LayerNorms", "layer_norms_of", "rewrite", "worth_it"]
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from outcore.cost.costs import CallCost, Costs, Gradient, Saved
+from outcore.cost.costs import CallCost, Costs, Gradient
+from outcore.cost.saved import Saved
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.kernels.row_blocks import parts_bytes
 from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion.layer_scale_match import ScaledBranch, scaled_branches
-from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
+from outcore.memory.op_fusion.layer_scale_sum import LayerScaleSum
 from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
 from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
-
-__all__ = ["Scales", "rewrite", "scales_of", "worth_it"]
 
 Scales = Mapping[str, ScaledBranch]
 """By the call of the sum."""
@@ -119,7 +118,7 @@ def rewrite(to: Rewrite, scales: Scales, rate: float) -> None:
         noise = None if row.noise is None else Ref("value", row.noise)
         args = (Ref("value", row.branch), Ref("state", row.scale), noise, Ref("value", row.residual))
         kinds = [getattr(torch, kind) for kind in (to.values[out].dtype, row.copy_kind) if kind]
-        to.steps[name] = replace(steps[name], target=ScaledSum(row.dim, *kinds), args=args, kwargs={})
+        to.steps[name] = replace(steps[name], target=LayerScaleSum(row.dim, *kinds), args=args, kwargs={})
         if row.reader:
             _hand_copy(to, row, steps[row.reader])
         if row.noise is not None:

@@ -22,8 +22,6 @@ from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.rewrite import written_later
 from outcore.ops.registry import names, operation
 
-__all__ = ["ScaledBranch", "scaled_branches"]
-
 _SUMS = names("add")
 _PRODUCTS = operation("mul").functions
 _VIEWS = names("permute", "transpose", "movedim")

@@ -15,10 +15,8 @@ import torch
 
 from outcore.memory.saved_tensors.recompute_batch_norm import dense
 
-__all__ = ["ScaledSum"]
 
-
-class ScaledSum:
+class LayerScaleSum:
     """The sum of a residual and a scaled branch."""
 
     def __init__(self, dim: int, kind: torch.dtype, copy_kind: torch.dtype | None = None) -> None:

@@ -12,8 +12,6 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Step
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
 
-__all__ = ["ReaderPatterns", "hooked"]
-
 
 class ReaderPatterns:
     """Looks up the readers of values in one network."""

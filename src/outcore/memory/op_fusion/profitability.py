@@ -9,19 +9,24 @@ norms are fused that save the device most, as long as the host keeps ahead:
     device           ─ falls ─▶
     host             ─ rises ─▶        take the number at which the slower of the two is fastest
 
-Where the first steps are slower than predicted all the same, the managed forward tries the library's norms for as many
-steps and keeps what is faster. On a CPU the host is the device, and every norm is fused.
+The host's part of that is an estimate. Where the first steps are slower than they should be with the library's norms,
+those are timed for as many steps, and the faster way stays (`AbTest`). On a CPU the host is the device, and every norm
+is fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.machine.clock import TimedRuns
+from outcore.machine.units import format_time
 
-__all__ = ["RATE", "Norms", "ahead", "as_fused", "less", "step_s", "totals", "worth_fusing"]
+if TYPE_CHECKING:
+    from outcore.memory.saved_tensors.peak_monitor import MeasuredStep
+    from outcore.memory.saved_tensors.settings import PlannedCall
 
 Norms = Mapping[str, str | None]
 """Call of a norm -> call of the ReLU that is the only reader of its output, if there is one."""
@@ -136,3 +141,36 @@ def _fused(cost: CallCost, rate: float) -> CallCost:
         return TimedRuns.of([seconds], dispatch_s=_ISSUE * now.dispatch_s)
 
     return replace(cost, forward=timing(cost.forward, _FORWARD), backward=timing(cost.backward, _BACKWARD))
+
+
+_SLOWER = 1.05
+"""Fused norms are tested if a step takes so many times as long as it should with the library's."""
+
+
+class AbTest:
+    """For each way of calling a model, which norms are faster."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Hashable, tuple[PlannedCall, float]] = {}
+        """Calls with fused norms, and their time, while the library's norms are timed."""
+        self.times: dict[Hashable, tuple[float, float]] = {}
+        """Seconds of a step with fused norms and with the library's, where both were timed."""
+
+    def wanted(self, entry: PlannedCall, seen: MeasuredStep) -> bool:
+        """Whether steps with fused norms are slower than predicted, so that a test is wanted."""
+        return entry.merged and seen.step_s > _SLOWER * entry.library_s
+
+    def begin(self, key: Hashable, entry: PlannedCall, seen: MeasuredStep) -> None:
+        """Keep the time with fused norms and switch to the library's."""
+        self.waiting[key] = entry, seen.step_s
+
+    def end(self, key: Hashable, entry: PlannedCall, seen: MeasuredStep) -> PlannedCall:
+        """Compare with the time of the library's norms; returns the entry that stays."""
+        fused, fused_s = self.waiting.pop(key)
+        self.times[key] = fused_s, seen.step_s
+        return fused if fused_s < seen.step_s else entry
+
+    def outcome(self, key: Hashable) -> str:
+        """The outcome in words, for the plan's explanation."""
+        fused, library = map(format_time, self.times[key])
+        return f"fused norms take {fused} a step, the library's {library}; the faster ones stay"

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from outcore.cost.costs import CallCost, Costs, Saved
+from outcore.cost.costs import CallCost, Costs
+from outcore.cost.saved import Saved
 from outcore.graph import Call, Graph
 from outcore.graph.parts import Value
 from outcore.graph.record.recording import Step
 from outcore.ops.registry import kinds, operation
-
-__all__ = ["Rewrite", "copy_of", "written_later"]
 
 
 @dataclass

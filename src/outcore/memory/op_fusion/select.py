@@ -29,8 +29,6 @@ from outcore.memory.op_fusion.layer_scale import worth_it as scales_worth_it
 from outcore.memory.op_fusion.profitability import Norms, as_fused, worth_fusing
 from outcore.memory.op_fusion.rewrite import Rewrite
 
-__all__ = ["SelectedFusions"]
-
 
 @dataclass(frozen=True)
 class SelectedFusions:
@@ -83,6 +81,8 @@ class SelectedFusions:
 
     def applied(self, graph: Graph, model: nn.Module, costs: Costs, rate: float) -> tuple[Graph, Costs]:
         """The network and its costs with these fusions."""
+        if self == SelectedFusions():
+            return graph, costs
         to = Rewrite(graph, self._expected(costs, rate))
         rewrite_layer_norms(to, self.layer_norms, model, rate)
         rewrite_scales(to, self.scales, rate)

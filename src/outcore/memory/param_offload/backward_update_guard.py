@@ -15,8 +15,6 @@ import torch
 
 from outcore.memory.param_offload.buckets import Bucket
 
-__all__ = ["BackwardUpdateGuard"]
-
 _STEPS = 2
 
 

@@ -24,9 +24,6 @@ from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_sto
 from outcore.memory.param_offload.device_window import AllocatorWindow
 from outcore.memory.param_offload.flat_buffer import FlatBuffer, lay_out, movable
 
-__all__ = ["PartialOptimizer", "StateCopies", "bucketed_step_for", "can_be_parted", "in_parts"]
-
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

@@ -21,8 +21,6 @@ from outcore.planner.memory.state_policy import StatePolicy
 if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
 
-__all__ = ["Bucket", "BucketTensor", "Use", "make_buckets", "offloadable_of", "uses_of"]
-
 Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 """A call, the module in whose forward it happens, and the parameters it reads."""
 

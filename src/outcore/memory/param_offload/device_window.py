@@ -17,8 +17,6 @@ import torch
 
 from outcore.memory.offload.copy_streams import CopyEvent, CopyStreams
 
-__all__ = ["AllocatorWindow", "DeviceWindow", "FixedPlace", "FixedWindow", "Piece", "WindowPlace"]
-
 Piece = tuple[int, int]
 """Bytes from and to, within a flat buffer."""
 

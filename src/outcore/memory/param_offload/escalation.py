@@ -28,8 +28,6 @@ from outcore.planner.memory.state_policy import StatePolicy
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
-__all__ = ["StatePlacement", "follow", "move"]
-
 
 @dataclass
 class StatePlacement:

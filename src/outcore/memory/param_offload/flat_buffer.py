@@ -28,8 +28,6 @@ from outcore.memory.param_offload.device_window import DeviceWindow, Piece, Wind
 from outcore.memory.replay.replay_buffer import Geometry
 from outcore.planner.memory.buckets import ALIGN, packed, rounded
 
-__all__ = ["FlatBuffer", "FlatBufferTensor", "cut", "lay_out", "movable"]
-
 _SMALL_BYTES = 64 * 2**20
 _PIECE_BYTES = 12 * 2**20
 """A fetch into a place follows the write-back from it piece by piece; each piece takes the host some ten

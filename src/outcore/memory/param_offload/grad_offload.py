@@ -16,8 +16,6 @@ from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_sto
 from outcore.memory.param_offload.buckets import Bucket
 from outcore.memory.param_offload.flat_buffer import movable
 
-__all__ = ["GradientStorage"]
-
 
 class GradientStorage:
     """Off-device storage of the gradients of buckets, between backward and the update."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
     from outcore.memory.param_offload.residency import ParamResidency
 
-__all__ = ["drop_redundant_hooks", "hook_gradients", "hook_modules"]
-
 
 class _BeforeForward:
     """Fetches the buckets that a module reads, before its forward."""

@@ -27,8 +27,6 @@ from torch import nn
 from outcore.graph.structure import leaves
 from outcore.memory.param_offload.flat_buffer import FlatBuffer
 
-__all__ = ["InFlightParams"]
-
 _METADATA_GETTERS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype")
 )

@@ -37,8 +37,6 @@ from outcore.memory.param_offload.residency import ParamResidency
 from outcore.memory.param_offload.writeback import Writebacks
 from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["StateOffloader"]
-
 
 def _nothing() -> None:
     pass

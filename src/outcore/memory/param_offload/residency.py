@@ -26,8 +26,6 @@ from outcore.memory.replay.replay_buffer import SavedHandle
 from outcore.planner.memory.buckets import that_follows, that_leave
 from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["ParamResidency", "ResidencyStats"]
-
 
 @dataclass
 class ResidencyStats:

@@ -30,8 +30,6 @@ from outcore.memory.param_offload.buckets import Bucket
 from outcore.memory.param_offload.flat_buffer import FlatBuffer, cut
 from outcore.planner.memory.buckets import ALIGN
 
-__all__ = ["Writebacks"]
-
 _PIECE_BYTES, _MOST_PIECES = 16 * 2**20, 48
 """The fetch is one piece behind the write-back, but each piece costs the link 8 us, and the host some."""
 _HALVED_BYTES = 48 * 2**20

@@ -13,23 +13,22 @@ cells they are recomputed from. A graph that is never differentiated takes its m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from outcore.cost.measured.trial_call import same_layout
-from outcore.memory.encode.codecs import Encoded, NonZeros, PoolWindow, encode
+from outcore.kernels.pool_window import PoolWindow
+from outcore.memory.encode.codecs import Encoded, EncodedBuffer, encode
+from outcore.memory.encode.sparse_quantize import NonZeros
 from outcore.memory.offload.backends import Backend, OffloadedBuffer
-from outcore.memory.offload.encoded_offload import EncodedBuffer
 from outcore.memory.replay.replay_recompute import BufferRecompute
 from outcore.program.policies import Keep, Offload, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.replay.replay_forward import ReplayPass
-
-__all__ = ["Geometry", "ReplayBuffer", "SavedHandle", "as_it_lay", "graph_is_kept", "over", "raw"]
 
 
 class Geometry(NamedTuple):
@@ -146,6 +145,40 @@ class SavedHandle:
                 f"{list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
             )
         return self.tensor
+
+
+_ByCall = Mapping[int, Sequence[str]]
+"""Position of a call -> buffers."""
+
+
+class OffloadedBuffers:
+    """The buffers of one forward that were offloaded, as backward comes to them."""
+
+    def __init__(
+        self, length: int, released: Mapping[int, Sequence[str]], fetched: Mapping[int, Sequence[str]]
+    ) -> None:
+        self.position = length
+        """How far backward has come, in calls."""
+        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
+        self._released, self._fetched = released, fetched
+
+    def reached(self, position: int) -> None:
+        """Backward has come to a call: release and fetch what is due."""
+        if position >= self.position or not self.waiting:
+            return
+        for place in range(self.position, position - 1, -1):
+            for name in self._released.get(place, ()):
+                if (cell := self._waiting(name)) is not None:
+                    cell.left()
+            for name in self._fetched.get(place, ()):
+                if (cell := self._waiting(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def _waiting(self, name: str) -> ReplayBuffer | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
 
 
 class ReplayBuffer:

@@ -20,21 +20,20 @@ from outcore.cost.measured.trial_call import same_layout
 from outcore.graph.record.recording import Step, Tape, fill
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
-from outcore.memory.replay.compile_policies import CompiledRecording, ReplayBufferPlan
-from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, SavedHandle, over
+from outcore.memory.replay.compile_policies import CompiledRecording
+from outcore.memory.replay.replay_buffer import Geometry, OffloadedBuffers, ReplayBuffer, SavedHandle, over
 from outcore.memory.replay.replay_recompute import States, generator_states
+from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["ReplayPass"]
-
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _NOTHING = contextlib.nullcontext()
 
 
-class ReplayPass:
+class ReplayPass(OffloadedBuffers):
     """What backward needs to know of one forward pass; lives as long as a cell of it."""
 
     def __init__(
@@ -46,6 +45,7 @@ class ReplayPass:
         perform: Callable[[Tape, Step], None] = Tape.step,
         keeper: StateOffloader | None = None,
     ) -> None:
+        super().__init__(len(compiled.positions), compiled.released_late, compiled.fetched)
         recording = compiled.recording
         self.compiled, self.model, self.tier, self.keeper = compiled, model, tier, keeper
         self.constants, self.geometry = recording.constants, compiled.geometry
@@ -55,10 +55,6 @@ class ReplayPass:
         """Call -> states of its generators before it."""
         self.statistics: dict[str, Statistics] = {}
         """Norm -> its statistics, for recomputing it."""
-        self.position = len(compiled.positions)
-        """How far backward has come."""
-        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
-        """Buffers that were offloaded."""
         self._tape = _Tape(self, given, perform if keeper is None else keeper.perform)
 
     def forward(self) -> Any:
@@ -89,25 +85,6 @@ class ReplayPass:
             return None
         return self.compiled.renorm.run(norm, values[norm.input], statistics)
 
-    def reached(self, position: int) -> None:
-        """Release and fetch what is due when backward has come to a call."""
-        if position >= self.position or not self.waiting:
-            return
-        compiled = self.compiled
-        for place in range(self.position, position - 1, -1):
-            for name in compiled.released_late.get(place, ()):
-                if (cell := self._cell(name)) is not None:
-                    cell.left()
-            for name in compiled.fetched.get(place, ()):
-                if (cell := self._cell(name)) is not None:
-                    cell.left()
-                    cell.fetch()
-        self.position = position
-
-    def _cell(self, name: str) -> ReplayBuffer | None:
-        reference = self.waiting.get(name)
-        return reference() if reference is not None else None
-
 
 class _Tape(Tape):
     """Replays the steps, and does after each what the policies say."""
@@ -120,7 +97,6 @@ class _Tape(Tape):
         """Runs one step; a caller that needs more done around it passes its own."""
         self.owner, self.compiled = owner, owner.compiled
         self.cells: dict[str, ReplayBuffer] = {}
-        self.plans: dict[str, ReplayBufferPlan] = {}
         self.at: dict[int, ReplayBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
         self.pending: list[SavedHandle] = []
@@ -147,7 +123,7 @@ class _Tape(Tape):
     def forget(self) -> None:
         """Drop all references, so that only autograd holds the cells (torch may hold the hooks, and with them this
         tape)."""
-        for table in (self.cells, self.at, self.plans, self.values):
+        for table in (self.cells, self.at, self.values):
             table.clear()
         self.pending.clear()
         self.hooks = _NOTHING  # they hold this tape
@@ -162,17 +138,18 @@ class _Tape(Tape):
             self.pending.clear()
             return
         if name in compiled.random:
-            self.owner.states[name] = generator_states(step, self)
+            self.owner.states[name] = generator_states(*fill((step.args, step.kwargs), self.get))
+        plan = compiled.calls.get(name) or CallPlan(name, "", compiled.positions[name])
         drop, step_ = step.drop, step
-        if name in compiled.births:  # its outputs must be seen before they are dropped
+        if plan.born:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
         with self.hooks:
             self.perform(self, step_)
         if (norm := compiled.norms.get(name)) is not None:
             self.note(norm)
-        for value, plan in compiled.births.get(name, ()):
-            self.bear(value, plan)
-        if name in compiled.stops:
+        for buffer in plan.born.values():
+            self.bear(buffer)
+        if plan.stops:
             self.stop(step)
         if step_ is not step:
             for value in drop:
@@ -181,13 +158,13 @@ class _Tape(Tape):
             if value in compiled.noted and value not in compiled.geometry and value in self.values:
                 compiled.geometry[value] = Geometry.of(self.values[value])
         if self.pending:
-            self.settle(name)
-        for buffer in compiled.counted.get(name, ()):
-            self.cells[buffer].count()
-        for buffer in compiled.leaving.get(name, ()):
-            self.leave(buffer)
-        for buffer in compiled.released.get(name, ()):
-            if (cell := self.cells.get(buffer)) is not None:
+            self.settle(plan)
+        for leaving in plan.counted:
+            self.cells[leaving].count()
+        for leaving in plan.leaving:
+            self.leave(leaving)
+        for leaving in plan.released:
+            if (cell := self.cells.get(leaving)) is not None:
                 cell.left()
 
     def note(self, norm: BatchNormCall) -> None:
@@ -209,33 +186,38 @@ class _Tape(Tape):
             if value in self.values and (node := self.values[value].grad_fn) is not None:
                 node.register_prehook(reached)
 
-    def bear(self, value: str, plan: ReplayBufferPlan) -> None:
+    def bear(self, plan: BufferPlan) -> None:
         """Create the cell of a buffer that was just made."""
-        tensor = self.values[value]
-        self.compiled.geometry.setdefault(value, Geometry.of(tensor))
-        cell = self.cells[value] = self.cell(plan)
-        self.plans[value] = plan
+        tensor = self.values[plan.name]
+        self.compiled.geometry.setdefault(plan.name, Geometry.of(tensor))
+        cell = self.cells[plan.name] = self.cell(plan)
         cell.born(tensor)
         self.at[tensor.untyped_storage().data_ptr()] = cell
 
-    def cell(self, plan: ReplayBufferPlan) -> ReplayBuffer:
+    def cell(self, plan: BufferPlan) -> ReplayBuffer:
         """The cell of a plan."""
+        name, compiled = plan.name, self.compiled
+        again = compiled.again.get(name)
         cell = ReplayBuffer(
-            plan.buffer,
+            name,
             plan.policy,
             self.owner,
-            dependents=plan.dependents,
-            rerun=plan.rerun,
-            window=plan.window,
+            dependents=compiled.dependents.get(name, 0),
+            rerun=again.rerun if again is not None else None,
+            window=compiled.windows.get(name),
         )
         if plan.policy.offloads:
-            self.owner.waiting[plan.buffer] = weakref.ref(cell)
+            self.owner.waiting[name] = weakref.ref(cell)
         return cell
 
-    def settle(self, name: str) -> None:
+    def sources(self, buffer: str) -> dict[str, ReplayBuffer]:
+        """The cells that a buffer is made again from, by value."""
+        again = self.compiled.again.get(buffer)
+        return {value: self.cells[source] for value, source in again.sources.items()} if again is not None else {}
+
+    def settle(self, call: CallPlan) -> None:
         """Give the handles of a step to their cells."""
-        position = self.compiled.positions[name]
-        plans, shapes = self.compiled.derived.get(name), self.compiled.shape_only.get(name, ())
+        position, plans, shapes = call.position, call.derived, call.shape_only
         seen: dict[int, int] = {}
         made: dict[int, ReplayBuffer] = {}
         for handle in self.pending:
@@ -250,15 +232,15 @@ class _Tape(Tape):
                     handle.keep_shape(cell)
                 else:
                     handle.point_to(cell, position)
-            if plans is not None:
+            if plans:
                 place = seen.setdefault(address, len(seen))
                 plan = plans.get(place)
                 # What an operation derives is predicted on fake tensors; where it saves something else, that is kept.
                 if cell is None and plan is not None and self.as_predicted(plan, tensor):
                     if address not in made:
-                        made[address] = self.cells[plan.buffer] = self.cell(plan)
+                        made[address] = self.cells[plan.name] = self.cell(plan)
                         made[address].born(tensor)
-                        made[address].sources = {value: self.cells[s] for value, s in plan.sources.items()}
+                        made[address].sources = self.sources(plan.name)
                         made[address].version = handle.version
                     # Parts of one piece may count their versions each for itself (cuDNN's weights do).
                     version = made[address].version
@@ -268,21 +250,21 @@ class _Tape(Tape):
         for cell in made.values():
             cell.leave(self.owner.tier)
 
-    def as_predicted(self, plan: ReplayBufferPlan, tensor: torch.Tensor) -> bool:
+    def as_predicted(self, plan: BufferPlan, tensor: torch.Tensor) -> bool:
         """Whether a derived tensor is the one that was predicted, and can be restored as planned."""
         if tensor.untyped_storage().nbytes() != plan.bytes:
             return False
-        if plan.rerun is None:
+        again, known = self.compiled.again.get(plan.name), self.compiled.like_source
+        if again is None:
             return True
-        known = self.compiled.like_source
-        if plan.buffer not in known:
-            (value,) = (*plan.sources, *plan.inputs)
+        if plan.name not in known:
+            (value,) = (*again.sources, *again.inputs)
             source = self.owner.geometry.get(value) or Geometry.of(self.owner.inputs[value][0])
             cast = torch.empty_like(torch.empty_strided(source.size, source.stride, device="meta"))
             alike = tensor.shape == cast.shape and same_layout(cast.shape, tensor.stride(), cast.stride())
             flat = tensor.numel() == cast.numel() and tensor.is_contiguous() and cast.is_contiguous()
-            known[plan.buffer] = tensor.storage_offset() == 0 and (alike or flat)
-        return known[plan.buffer]
+            known[plan.name] = tensor.storage_offset() == 0 and (alike or flat)
+        return known[plan.name]
 
     def leave(self, buffer: str) -> None:
         """Handle a buffer after its last use in forward."""
@@ -292,7 +274,7 @@ class _Tape(Tape):
             if self.at.get(address) is cell:  # another may be there by now, where two calls were fused
                 del self.at[address]
         # Only now: what is written into it in place may be made after it was.
-        cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}
+        cell.sources = self.sources(buffer)
         cell.leave(self.owner.tier)
 
 

@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outcore.graph.record.recording import Context, Step, Tape, fill
+from outcore.graph.record.recording import Context, Step, Tape
 from outcore.graph.structure import leaves
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, norm_of
 from outcore.ops.recompute_encode import FOLDING, again
-
-__all__ = ["BufferRecompute", "States", "compile_recompute", "generator_states"]
 
 States = Mapping[torch.Generator, torch.Tensor]
 
@@ -65,7 +63,7 @@ class BufferRecompute:
                 if not changed and step.name not in self.random:
                     self._step(tape, step)
                     continue
-                with _modes(changed), _generators(states.get(step.name, {})):
+                with under_autocast(changed), generators_at(states.get(step.name, {})):
                     self._step(tape, step)
         return tape.values[self.result]
 
@@ -106,12 +104,11 @@ def compile_recompute(
     return BufferRecompute(prepared, random, result, norm_of(steps, model, types), folding=folding)
 
 
-def generator_states(step: Step, tape: Tape) -> States:
-    """The states of the generators that a step may draw from, before it does."""
-    given = fill((step.args, step.kwargs), tape.get)
-    own = [generator for _, generator in leaves(given, torch.Generator)]
-    devices = {tensor.device for _, tensor in leaves(given, torch.Tensor)}
-    if (named := step.kwargs.get("device")) is not None:
+def generator_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> States:
+    """The states of the generators that a call may draw from, before it does."""
+    own = [generator for _, generator in leaves((args, kwargs), torch.Generator)]
+    devices = {tensor.device for _, tensor in leaves((args, kwargs), torch.Tensor)}
+    if (named := kwargs.get("device")) is not None:
         devices.add(torch.device(named))
     return {g: g.get_state() for g in own or map(_generator, devices or {torch.get_default_device()})}
 
@@ -130,7 +127,7 @@ def _target(step: Step, model: nn.Module, type_: str) -> Callable[..., Any]:
     if step.kind == "module":
         module = model.get_submodule(step.target)
         if statistics:
-            return _Normalised(module)
+            return NormAgain(module)
         return _Flagged(module) if again(type_) == "random" else module.forward
     if statistics:
         return _FUNCTIONS[type_]
@@ -152,16 +149,16 @@ class _Flagged:
             self.module.training = now
 
 
-class _Normalised(_Flagged):
+class NormAgain(_Flagged):
     """A batch or instance norm that does not update its running statistics."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         m: Any = self.module
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
             if self.training or m.running_mean is None:
-                return _batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
+                return batch_norm_again(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
         elif self.training or not m.track_running_stats:
-            return _instance_norm(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
+            return instance_norm_again(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
         result: torch.Tensor = super().__call__(x)
         return result
 
@@ -175,7 +172,7 @@ def _others(
     return torch.zeros_like(mean), torch.zeros_like(var)
 
 
-def _batch_norm(
+def batch_norm_again(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
@@ -185,12 +182,13 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
+    """``F.batch_norm``, with the running statistics left as they are."""
     if training:
         return F.batch_norm(input, *_others(weight, running_mean, running_var), weight, bias, True, 0.0, eps)
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
-def _instance_norm(
+def instance_norm_again(
     input: torch.Tensor,
     running_mean: torch.Tensor | None = None,
     running_var: torch.Tensor | None = None,
@@ -200,12 +198,13 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
+    """``F.instance_norm``, with the running statistics left as they are."""
     if use_input_stats:
         return F.instance_norm(input, *_others(weight, running_mean, running_var), weight, bias, True, 0.0, eps)
     return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"batch_norm": _batch_norm, "instance_norm": _instance_norm}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"batch_norm": batch_norm_again, "instance_norm": instance_norm_again}
 
 
 def _changed(context: Context) -> list[tuple[str, bool, torch.dtype]]:
@@ -214,7 +213,7 @@ def _changed(context: Context) -> list[tuple[str, bool, torch.dtype]]:
 
 
 @contextlib.contextmanager
-def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+def under_autocast(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
     """A context with these autocast modes in force."""
     with contextlib.ExitStack() as stack:
         for device, enabled, dtype in changed:
@@ -223,7 +222,7 @@ def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators(states: States) -> Iterator[None]:
+def generators_at(states: States) -> Iterator[None]:
     """A context in which generators draw from earlier states."""
     now = {generator: generator.get_state() for generator in states}
     try:

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CallSize", "RememberedParameters"]
-
 _SHARE = 0.02
 """Tensors of less than this share of the input are not looked at."""
 

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["LayerFunction", "function_of"]
-
 LayerFunction = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
 """A function, the parameters that follow the layer's input, and the constants that follow these."""
 

@@ -33,10 +33,11 @@ from outcore.graph.naming import function_name
 from outcore.graph.record.intercept import call_module, current_watcher, is_recording, opened, unwatched, watched
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.structure import leaves
+from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.chunked_loss.lazy_rows import lazily
 from outcore.memory.encode.bitmask_relu import rectified_by_bits
 from outcore.memory.encode.byte_index_pool import pooled_by_bytes
-from outcore.memory.encode.pool_positions import PoolWindow, window_of_call
+from outcore.memory.encode.pool_positions import window_of_call
 from outcore.memory.offload.backends import Backend
 from outcore.memory.saved_tensors.policy_table import CallPlan, ModulePlans, PolicyTable
 from outcore.memory.saved_tensors.recompute import record
@@ -45,8 +46,6 @@ from outcore.memory.saved_tensors.saved_buffers import SavedBuffers, tensors_in,
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
-
-__all__ = ["LiveForward", "is_looked_at"]
 
 _COMPOSITES = {F.multi_head_attention_forward}
 _SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)

@@ -23,15 +23,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.graph import Graph
-from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.record.preserve import state_restored
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.ops.recompute_encode import LOSSY, held_bytes
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.program.policies import KEEP, OFFLOAD, Policies, Policy
-
-__all__ = ["Deviation", "LossyEffect", "effect_on_gradients", "gradient_effect", "lossy_buffers"]
 
 _NOISE = 1e-3
 """Gradients smaller than this share of the model's, number by number, are rounding."""
@@ -169,14 +167,11 @@ def _gradients(
     settings = replace(managed_forward.settings, budget_bytes=None, policy=dict(policy), graphs=False)
     other = ManagedForward(model, settings, managed_forward.costs)
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    before = ModelState(model, state_tensors(model))
-    try:
+    with state_restored(model):
         other.admit(other.key(args, kwargs), args, kwargs, graph=graph)
         output = other(*args, **kwargs)
         value = loss(output) if loss is not None else _squares(output)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    finally:
-        before.restore()
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 

@@ -7,8 +7,8 @@ comes.
 
 Where a recording has to run in the model's place (as a CUDA graph, or with calls merged into one kernel), it is valid
 for the shapes, dtypes, modes and flags it was made under (`outcore.graph.record.keys`) and for all else that it read
-from Python (`outcore.graph.record.versions`). What changes in every call, or is written by ``forward``, is not for a
-recording: such a model runs its own code.
+from Python (`outcore.graph.record.captured_module`). What changes in every call, or is written by ``forward``, is not
+for a recording: such a model runs its own code.
 
 It is an attribute of the model, so that the model stays the object it was: its class, parameters, hooks and state_dict
 are untouched. A copied or pickled model brings its managed forward along, which records again when it is first called.
@@ -36,11 +36,11 @@ from outcore.errors import CaptureError, PlanError, VaryingError
 from outcore.graph import Graph
 from outcore.graph.memory_format import recorded
 from outcore.graph.reads.snapshot import Snapshot
+from outcore.graph.record.captured_module import RecordingVersions
 from outcore.graph.record.keys import hooks_of, key_of
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recorder import planning
 from outcore.graph.record.recording import Mismatch
-from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
 from outcore.memory.cuda_graphs.budget import planned_again
 from outcore.memory.cuda_graphs.choose import GraphChoice
@@ -48,7 +48,7 @@ from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.offload.backends import Backend, tier_for
 from outcore.memory.offload.bandwidth import memory_rate
-from outcore.memory.op_fusion.ab_test import AbTest
+from outcore.memory.op_fusion.profitability import AbTest
 from outcore.memory.param_offload.escalation import StatePlacement, follow, move
 from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.replay.compile_policies import prepare
@@ -62,8 +62,6 @@ from outcore.memory.saved_tensors.replan import admit_larger, corrected, replann
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 from outcore.memory.saved_tensors.sharded import NOT_GATHERED, is_sharded
 from outcore.planner.memory.plan import MemoryPlan
-
-__all__ = ["ManagedForward", "Settings"]
 
 
 class ManagedForward:

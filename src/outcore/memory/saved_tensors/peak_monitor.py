@@ -28,8 +28,6 @@ from outcore.planner.memory.plan import MemoryPlan
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["MeasuredStep", "MemoryMeter", "PeakMonitor", "homes_of", "meter_for"]
-
 _WARM_UPS, _WATCHED = 1, 2
 
 

@@ -15,20 +15,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from outcore.cost.cost_cache import cache_folder
 from outcore.cost.costs import Costs
+from outcore.documents.reading import write_text
+from outcore.errors import OutcoreError
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.program.policies import Policies, Policy, parse_policies, policies_to_json
-
-__all__ = ["known_least", "known_overhead", "known_policy", "remember_least", "remember_overhead", "remember_plan"]
 
 _FORMAT = 1
 _MOST = 64
@@ -123,21 +120,15 @@ def _read(key: str | None) -> dict[str, Any] | None:
 
 
 def _write(key: str | None, facts: dict[str, Any]) -> None:
-    """Keep facts in a file, if that can be: written aside, then renamed."""
+    """Keep facts in a file, if that can be."""
     folder = cache_folder()
     if key is None or folder is None:
         return
     _keep(key, facts)
     plans = folder.parent / "plans"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, OutcoreError):
         plans.mkdir(parents=True, exist_ok=True)
-        number, aside = tempfile.mkstemp(dir=plans, suffix=".partial")
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump(facts, file)
-            Path(aside).replace(plans / f"{key}.json")
-        finally:
-            Path(aside).unlink(missing_ok=True)
+        write_text(plans / f"{key}.json", json.dumps(facts))
 
 
 def _keep(key: str, facts: dict[str, Any]) -> None:

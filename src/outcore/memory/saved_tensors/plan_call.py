@@ -23,14 +23,12 @@ from outcore.memory.op_fusion.profitability import step_s
 from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.saved_tensors.plan_cache import known_least, known_policy, remember_least, remember_plan
 from outcore.memory.saved_tensors.settings import Settings
-from outcore.planner.memory.applicable import check_policy
 from outcore.planner.memory.chunked_region import find_region
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
+from outcore.planner.memory.script import check_policy
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.program.policies import Policy
-
-__all__ = ["CallProposal", "propose"]
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from torch import nn
 from outcore.graph.structure import leaves
 from outcore.memory.replay.replay_buffer import Geometry, over, raw
 from outcore.memory.replay.replay_recompute import (
+    NormAgain,
     States,
-    _batch_norm,
-    _generator,
-    _generators,
-    _instance_norm,
-    _modes,
-    _Normalised,
+    batch_norm_again,
+    generator_states,
+    generators_at,
+    instance_norm_again,
+    under_autocast,
 )
 from outcore.memory.saved_tensors.layer_functions import function_of
 from outcore.ops.recompute_encode import FOLDING, again
@@ -41,8 +41,6 @@ from outcore.ops.recompute_encode import FOLDING, again
 if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
     from outcore.memory.replay.replay_buffer import ReplayBuffer
-
-__all__ = ["Argument", "RecordedCall", "cast_of", "record", "version_of"]
 
 _ATOMS = frozenset(
     {
@@ -64,8 +62,8 @@ _ATOMS = frozenset(
 _FROM_HOST = {"tensor", "as_tensor"}
 """What they read may be changed by its owner."""
 _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "batch_norm": (F.batch_norm, _batch_norm),
-    "instance_norm": (F.instance_norm, _instance_norm),
+    "batch_norm": (F.batch_norm, batch_norm_again),
+    "instance_norm": (F.instance_norm, instance_norm_again),
 }
 _DEVICES = ("cpu", "cuda")
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -173,7 +171,7 @@ class RecordedCall:
                 return self.target(*args, **kwargs)
             finally:
                 _set_grad_enabled(not self.folds)
-        with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states or {}):
+        with torch.set_grad_enabled(self.folds), under_autocast(self._changed()), generators_at(self.states or {}):
             return self.target(*args, **kwargs)
 
     def _changed(self) -> list[tuple[str, bool, torch.dtype]]:
@@ -291,7 +289,7 @@ def record(
     kind = again(name)
     if kind is None or name in _FROM_HOST or (kwargs and ("out" in kwargs or kwargs.get("max_norm") is not None)):
         return None
-    states = generators_of(args, kwargs) if kind == "random" else None
+    states = generator_states(args, kwargs) if kind == "random" else None
     folds = name in FOLDING
     holder = _Holder(at, own, moves, given)
     if kind == "statistics" and module is None:
@@ -311,7 +309,7 @@ def record(
             if module.__dict__.get("max_norm") is not None:
                 return None
             layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=folds)
-            run = _Normalised(layer) if kind == "statistics" else layer.forward
+            run = NormAgain(layer) if kind == "statistics" else layer.forward
     except NotRepeatable:
         return None
     return RecordedCall(run, template, named, holder.found, folds, states, holder.nested)
@@ -370,13 +368,3 @@ def cast_of(
     except NotRepeatable:
         return None
     return RecordedCall(torch.Tensor.to, (), {}, holder.found, False, None, False)
-
-
-def generators_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> States:
-    """The states of the generators that a call may draw from, before it does."""
-    given = [*args, *kwargs.values()]
-    own = [g for g in given if isinstance(g, torch.Generator)]
-    devices = {t.device for t in given if isinstance(t, torch.Tensor)}
-    if (named := kwargs.get("device")) is not None:
-        devices.add(torch.device(named))
-    return {g: g.get_state() for g in own or map(_generator, devices or {torch.get_default_device()})}

@@ -24,19 +24,6 @@ from torch import nn
 from outcore.graph.record.recording import Ref, Step
 from outcore.ops.registry import names
 
-__all__ = [
-    "NORMS",
-    "RELUS",
-    "BatchNormCall",
-    "BatchNormRecompute",
-    "Statistics",
-    "dense",
-    "memory_format",
-    "norm_of",
-    "normalised",
-    "usual_order",
-]
-
 Statistics = tuple[torch.Tensor, torch.Tensor]
 """Mean and inverse deviation of every channel."""
 

@@ -21,8 +21,6 @@ from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 if TYPE_CHECKING:
     from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
-__all__ = ["admit_larger", "corrected", "replanned"]
-
 _FOR_ALLOCATOR = 0.03
 """Share of the budget that is left to an allocator which had to look twice for room."""
 

@@ -26,10 +26,8 @@ from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Sta
 from outcore.program.policies import KEEP, Keep, Policy, Recompute
 
 if TYPE_CHECKING:
-    from outcore.memory.encode.codecs import PoolWindow
+    from outcore.kernels.pool_window import PoolWindow
     from outcore.memory.saved_tensors.saved_buffers import SavedBuffers
-
-__all__ = ["SavedBuffer"]
 
 
 class SavedBuffer(ReplayBuffer):

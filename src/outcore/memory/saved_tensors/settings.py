@@ -15,8 +15,6 @@ from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.program.policies import Policy
 
-__all__ = ["PlannedCall", "Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -23,8 +23,6 @@ from torch.distributed import is_available
 from outcore.errors import OutcoreError
 from outcore.graph.structure import substitute
 
-__all__ = ["NOT_GATHERED", "is_sharded", "on_whole_parameters", "unsharded"]
-
 NOT_GATHERED = "blocks of this model are sharded one by one, and a batch larger than outcore.within's is not planned"
 
 

@@ -5,8 +5,8 @@ between tensors and what libraries take for themselves. Neither follows from the
 So when a model comes under its plan, a few steps are taken with the user's own batch, and the model is put back as it
 was: weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget,
 had to look twice for room or refused a library's workspace, the plan is made again with more left free, until it fits
-with as little as can be (`outcore.memory.saved_tensors.allocator_overhead`); if no plan fits, that is said. What was
-found is remembered (`outcore.memory.saved_tensors.plan_cache`), and the next start takes no such steps.
+with as little as can be (`least_overhead`); if no plan fits, that is said. What was found is remembered
+(`outcore.memory.saved_tensors.plan_cache`), and the next start takes no such steps.
 
 An allocator that was never asked for more than the budget behaves the same whether more is there or not. So steps are
 tried without a limit (one that the process has set itself is lifted meanwhile), and what they take tells how much less
@@ -23,6 +23,13 @@ all these kinds are taken.
 
 Where the process has a limit of its own, that has to be a little larger than what is reserved
 (`outcore.allocator.process_limit`), and the plan is made for that.
+
+How much of a budget to leave to the allocator is found by trying. A plan counts the bytes of tensors. What is reserved
+for them is more, by the holes between them and by what libraries take, and by how much more differs from plan to plan.
+So the least to leave free is bracketed: what was too little, what was enough, what left no plan at all. From too little
+it goes up by what was missed; once something holds that costs time over what did not, it goes back by halves.
+
+    too little ───────▶ │ tried │ ◀─────── enough, or no plan
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,13 +52,10 @@ from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.pool import give_back, without_limit
-from outcore.memory.saved_tensors.allocator_overhead import Tried, least_overhead
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.plan_cache import known_overhead, remember_overhead
 from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
-
-__all__ = ["run_trial_steps", "take_steps", "trouble_of"]
 
 _STEP = 0.05
 """Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
@@ -177,13 +181,13 @@ class _Trial:
         self.limited = False
         """Whether the process has a limit of its own."""
 
-    def __call__(self, free_bytes: int) -> Tried | None:
+    def __call__(self, free_bytes: int) -> TriedOverhead | None:
         """A step that leaves so many bytes free."""
         if time.monotonic() > self.end or not self.plan(free_bytes):
             return None
         entry = self.made[free_bytes][0]
         taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss, limited=self.limited)
-        return Tried(free_bytes, taken, entry.plan.outcome.time_s)
+        return TriedOverhead(free_bytes, taken, entry.plan.outcome.time_s)
 
     def plan(self, free_bytes: int) -> bool:
         """Put such a plan in force; whether there is one."""
@@ -296,3 +300,64 @@ def _total(output: Any) -> torch.Tensor:
     """The sum of all outputs that lead back to parameters."""
     found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
     return torch.stack([t.float().sum() for t in found]).sum()
+
+
+_TRIES = 6
+_FINE = 0.015
+"""Share of the budget below which differences are not worth another try."""
+_MORE = 1.2
+"""Of what was missed, how much more to leave: holes do not shrink with the plan."""
+_SLOWER = 1.02
+"""What holds and is predicted to take more than this over what did not is worth another try."""
+
+
+@dataclass(frozen=True, slots=True)
+class TriedOverhead:
+    """A step under a plan that leaves so many bytes free."""
+
+    free_bytes: int
+    taken_bytes: int
+    """What was reserved for it."""
+    time_s: float
+    """Predicted by its plan."""
+
+
+def least_overhead(
+    attempt: Callable[[int], TriedOverhead | None], budget_bytes: int, begin_bytes: int = 0, tries: int = _TRIES
+) -> TriedOverhead:
+    """The fastest step that was seen to stay within a budget; if none did, the one that took least.
+
+    Args:
+        attempt: plans a step that leaves so many bytes free, and takes it; none if there is no such plan. The first
+            has one.
+        budget_bytes: the most that may be reserved.
+        begin_bytes: to leave free at first.
+        tries: at most so many.
+    """
+    fine = int(_FINE * budget_bytes)
+    first = attempt(begin_bytes)
+    assert first is not None
+    seen, none, free = [first], None, begin_bytes
+    for _ in range(tries - 1):
+        over = [t for t in seen if t.taken_bytes > budget_bytes]
+        held = [t for t in seen if t.taken_bytes <= budget_bytes]
+        if not over:
+            break
+        low = max(over, key=lambda t: t.free_bytes)
+        if held:
+            best = min(held, key=lambda t: t.free_bytes)
+            if best.time_s <= _SLOWER * low.time_s or best.free_bytes - low.free_bytes <= fine:
+                break
+            free = (low.free_bytes + best.free_bytes) // 2
+        else:
+            free = low.free_bytes + max(int(_MORE * (low.taken_bytes - budget_bytes)), fine // 2)
+            if none is not None and free >= none:
+                free = (low.free_bytes + none) // 2
+                if none - low.free_bytes <= fine // 2:
+                    break
+        if (found := attempt(free)) is not None:
+            seen.append(found)
+        else:
+            none = free
+    held = [t for t in seen if t.taken_bytes <= budget_bytes]
+    return min(held, key=lambda t: t.time_s) if held else min(seen, key=lambda t: t.taken_bytes)

@@ -18,17 +18,6 @@ from outcore.graph import Graph
 if TYPE_CHECKING:
     from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = [
-    "ALIGN",
-    "OffloadableParam",
-    "OffloadableParams",
-    "limits",
-    "packed",
-    "rounded",
-    "that_follows",
-    "that_leave",
-]
-
 ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
 _FIRST_BYTES = 12 * 2**20

@@ -25,8 +25,6 @@ from outcore.graph.record.keys import hooks_of
 from outcore.machine.clock import TimedRuns
 from outcore.planner.memory.row_wise import HEADS, MODULES, PER_ROW, ROW_WISE, SUMS
 
-__all__ = ["ChunkedRegion", "find_region"]
-
 _SLOWER = 0.02
 """Share of the region's own time that adding up gradients may take before fewer chunks are preferred."""
 _MOST_CHUNKS = 256

@@ -20,12 +20,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from outcore.cost.buffers import Buffer
+from outcore.errors import MachineError
+from outcore.machine import Machine
 from outcore.planner.memory.disk_overflow import DiskOverflow
 
 if TYPE_CHECKING:
     from outcore.planner.memory.evaluate import StepModel
-
-__all__ = ["BufferCopies", "CopySchedule", "OffloadTarget", "schedule_transfers"]
 
 _AHEAD = 1.5
 """A fetch starts this much earlier than its time on the link, because predictions are not exact."""
@@ -184,3 +184,31 @@ class _Clock:
     def after_backward(self, time_s: float) -> int:
         """Position of the first call whose backward starts no earlier."""
         return len(self._rising) - 1 - min(len(self._rising) - 1, bisect_left(self._rising, time_s))
+
+
+HOST_SHARE = 0.8
+"""Share of the host's memory that values of a device may take."""
+
+
+def tier_of(machine: Machine) -> OffloadTarget | None:
+    """Where the first device's values can be offloaded to: the host, and the disk beyond it; none if that is not known.
+
+    >>> from outcore.machine import parse
+    >>> target = tier_of(parse("h100"))
+    >>> target is not None and target.out_bytes_per_s > 1e9
+    True
+    """
+    device = machine.devices[0]
+    try:
+        link = machine.below(device)
+    except MachineError:
+        return None
+    # Copies share the memory and, both ways at once, the bus.
+    both = link.both_bytes_per_s / (link.away_bytes_per_s + link.back_bytes_per_s)
+    rates = (both * link.away_bytes_per_s, both * link.back_bytes_per_s)
+    if device.kind != "cuda" or machine.host is None:
+        return OffloadTarget(*rates)
+    disk = None
+    if machine.disk is not None:
+        disk = OffloadTarget(machine.disk.away_bytes_per_s, machine.disk.back_bytes_per_s)
+    return OffloadTarget(*rates, int(HOST_SHARE * machine.host.memory_bytes), beyond=disk)

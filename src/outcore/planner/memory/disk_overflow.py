@@ -21,8 +21,6 @@ from outcore.cost.buffers import Buffer
 if TYPE_CHECKING:
     from outcore.planner.memory.copy_schedule import OffloadTarget
 
-__all__ = ["DiskOverflow", "spilled"]
-
 
 def spilled(sizes: Sequence[int], room_bytes: int) -> int:
     """How many of the first must go on, so that the others have room.

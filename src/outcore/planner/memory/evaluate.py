@@ -49,8 +49,6 @@ from outcore.program.policies import (
     Recompute,
 )
 
-__all__ = ["StepModel", "StepUnderPolicies"]
-
 Curve = npt.NDArray[np.int64]
 
 

@@ -15,8 +15,6 @@ from outcore.program.policies import Recompute, kind_of_policy
 if TYPE_CHECKING:
     from outcore.planner.memory.plan import MemoryPlan
 
-__all__ = ["explain", "place"]
-
 _COLUMNS = {"recompute": "made again", "offload": "sent away", "encode": "encoded", "keep": "held for others"}
 _LEAST_S = 5e-7
 """Less is not worth a figure."""

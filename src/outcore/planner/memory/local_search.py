@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from outcore.planner.memory.evaluate import StepUnderPolicies
     from outcore.planner.memory.search import Assignment, PolicySearch
 
-__all__ = ["drifted", "perturbed", "squeezed"]
-
 _PATIENCE = 60
 """Tries without success before it ends."""
 _TOO_SLOW = 1.03

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from outcore.graph.memory_format import ChannelsLast
 
-__all__ = ["CHANNELS_LAST", "MemoryFormat"]
-
 CHANNELS_LAST = "channels_last"
 """What it is called in a plan."""
 

@@ -2,12 +2,15 @@
 
 `plan_memory` is the planner of `outcore.within`: from a graph with its costs to the fastest assignment that stays
 within the budget, as a document (`Plan.policy`) and as an explanation.
+
+`frontier` gives time against memory: the fastest step for every budget, from plain training down to the smallest
+budget that works.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,16 +30,14 @@ from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.explain import explain, place
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.script import emit, link_of, one_stage, stage_of
-from outcore.planner.memory.search import Assignment, fit
+from outcore.planner.memory.search import Assignment, fit, smallest
 from outcore.planner.memory.state_policy import StatePolicy
-from outcore.planner.memory.state_savings import StateSavings
+from outcore.planner.memory.state_residency import StateSavings
 from outcore.program import Program, Timeline, simulate
 from outcore.program.plan.document import Exactness, Plan, PredictedStep
 from outcore.program.plan.stage_names import name_stages
 from outcore.program.policies import Policies, Policy, parse_policies, policies_to_json
 from outcore.program.script import Script
-
-__all__ = ["MemoryPlan", "plan_memory"]
 
 _LARGE = 1500
 """Calls of a network whose search may take twice as long as that of a small one."""
@@ -317,3 +318,26 @@ def _savings(
     offloadable = offloadable or OffloadableParams.of(keeping.graph, costs.parameters)
     seconds = sum(keeping.forward_s), sum(keeping.backward_s)
     return StateSavings.of(where, offloadable, keeping.plain, costs, cost, keeping.tier, seconds)
+
+
+def frontier(
+    keeping: StepModel, *, points: int = 8, search_s: float = 1.0, known: Iterable[Assignment] = ()
+) -> list[Assignment]:
+    """Assignments from the fastest to the smallest, none slower and larger than another.
+
+    Args:
+        keeping: the step.
+        points: budgets to try between the plain peak and the smallest.
+        search_s: for each.
+        known: assignments that were found before.
+    """
+    plain = Assignment({}, keeping.evaluate({}))
+    least = smallest(keeping, time_limit_s=2 * search_s)
+    high, low = plain.outcome.peak_bytes, least.outcome.peak_bytes
+    budgets = [low + (high - low) * k // points for k in range(1, points)]
+    found = [plain, *known, *(fit(keeping, b, time_limit_s=search_s) for b in reversed(budgets)), least]
+    kept: list[Assignment] = []
+    for one in sorted(found, key=lambda a: (a.outcome.peak_bytes, a.outcome.time_s)):
+        if not kept or one.outcome.time_s < kept[-1].outcome.time_s:
+            kept.append(one)
+    return kept[::-1]

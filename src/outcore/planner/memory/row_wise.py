@@ -6,21 +6,6 @@ and the runtime knows by the same names what it may do lazily (`outcore.memory.c
 
 from __future__ import annotations
 
-__all__ = [
-    "ACTIVATIONS",
-    "CASTS",
-    "HEADS",
-    "INDEXING",
-    "MODULES",
-    "PERMUTING",
-    "PER_ROW",
-    "RESHAPING",
-    "ROW_WISE",
-    "SCALING",
-    "SOFTMAX",
-    "SUMS",
-]
-
 HEADS = frozenset({"Linear", "linear"})
 """Products with a weight: what begins a region."""
 RESHAPING = frozenset(

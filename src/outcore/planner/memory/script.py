@@ -18,18 +18,17 @@ peak is the evaluated one, and the simulated time differs only by how copies que
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from outcore.cost.buffers import Buffer
 from outcore.errors import PlanError
-from outcore.planner.memory.applicable import check_policies
+from outcore.ops.recompute_encode import CODECS, PIXELS, codec_for
 from outcore.planner.memory.copy_schedule import BufferCopies, OffloadTarget
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.program import Backward, Forward, Instruction, Links, OptimizerStep, Program, Stage, Stages
 from outcore.program import script as actions
-from outcore.program.policies import Encode, Keep, Policies, Policy, Recompute
+from outcore.program.policies import KEEP, Encode, Keep, Policies, Policy, Recompute
 from outcore.program.script import Action, Script
-
-__all__ = ["emit", "link_of", "one_stage", "stage_of"]
 
 
 def one_stage(model: StepModel, policies: Policies) -> Program:
@@ -179,3 +178,36 @@ def _freed(action: Action) -> int:
             return -action.bytes
         case _:
             return 0
+
+
+def check_policies(buffers: Mapping[str, Buffer], policies: Policies) -> None:
+    """Refuse policies that their buffers cannot have, alone or together."""
+    for name, how in policies.items():
+        check_policy(buffers[name], how)
+        for source in buffers[name].sources if isinstance(how, Recompute) else ():
+            if policies.get(source, KEEP).codec == "sign":
+                raise PlanError(
+                    f"{source} cannot be encoded as sign: another value is made from it; keep or offload it"
+                )
+
+
+def check_policy(buffer: Buffer, how: Policy) -> None:
+    """Refuse a policy that a buffer cannot have."""
+    if isinstance(how, Recompute) and buffer.obstacle:
+        raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
+    if isinstance(how, Encode):
+        codec = how.codec
+        if how.offloads and codec in ("sign", "sparse"):
+            reason = "how large it becomes is in the data" if codec == "sparse" else "its bits stay with its operation"
+            raise PlanError(f"{buffer.name} cannot leave as {codec}: {reason}; write encode:{codec} or offload")
+        if codec not in CODECS:
+            raise PlanError(f"policy {how!r} of {buffer.name} is not known; encodings are {', '.join(CODECS)}")
+        if codec == "sign" and buffer.need != "sign":
+            raise PlanError(f"{buffer.name} cannot be encoded as {codec}: its backward needs all of it")
+        if codec == "window" and codec_for(buffer) != "window":
+            raise PlanError(
+                f"{buffer.name} cannot be encoded as window: these are no indices of a max pool over at most "
+                f"{PIXELS} pixels each; keep or offload it"
+            )
+    if buffer.opaque and not isinstance(how, Keep):
+        raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")

@@ -32,8 +32,6 @@ from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
 from outcore.program.policies import KEEP, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
 
-__all__ = ["Assignment", "PolicySearch", "fit", "smallest"]
-
 _TRIED, _MOST = 10, 60
 """Choices that are evaluated at every step; at most, if none of the first helps."""
 _ALIKE = 0.7

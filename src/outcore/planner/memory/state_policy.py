@@ -23,9 +23,7 @@ from typing import Any, Literal, get_args
 
 from outcore.errors import PlanError
 
-__all__ = ["StatePolicy", "ladder"]
-
-_PARCEL_BYTES = 32 * 2**20
+_FLAT_BUFFER_BYTES = 32 * 2**20
 
 Where = Literal["keep", "offload"]
 When = Literal["step", "backward"]
@@ -45,7 +43,7 @@ class StatePolicy:
     update: When = "step"
     stage_bytes: int | None = None
     """Device memory for parameters that are here; None for room for all of them at once."""
-    flat_buffer_bytes: int = _PARCEL_BYTES
+    flat_buffer_bytes: int = _FLAT_BUFFER_BYTES
     """Tensors travel together up to this size."""
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ def ladder(parameters: Mapping[str, int]) -> tuple[StatePolicy, ...]:
     total = sum(parameters.values())
     if not total:
         return (StatePolicy(),)
-    flat_buffer = min(_PARCEL_BYTES, total // 16)
+    flat_buffer = min(_FLAT_BUFFER_BYTES, total // 16)
     window = StatePolicy(
         "offload", "offload", "offload", stage_bytes=9 * flat_buffer // 4, flat_buffer_bytes=flat_buffer
     )

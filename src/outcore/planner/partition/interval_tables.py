@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.planner.partition.weighted_units import INPUT, Parameter, WeightedUnits
+from outcore.planner.partition.stage_memory import INPUT, Parameter
+from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
-
-__all__ = ["IntervalTables", "Table"]
 
 Table = NDArray[np.float64]
 """Entry [i, j]: a figure of the stage made of positions i to j - 1; infinite where j is not after i."""

@@ -4,20 +4,26 @@ A partition of a directed acyclic graph into stages is valid if no value flows b
 p[v, k] = "unit v is in stage k or earlier" that is p[v, k] <= p[u, k] for every u before v, which makes the relaxation
 tight. What a stage holds and receives are continuous variables pushed down by the objective onto the largest of the
 differences x[u, k] - x[v, k] that force them up. HiGHS solves it; graphs of some dozen units take well under a second.
+
+HiGHS prints a line of its internals now and then, from C and whatever its options say. While it runs, the process's
+standard output is redirected to nothing; what C still holds in its buffer is flushed before and after, so that lines of
+others are neither lost nor let through late. What another thread prints meanwhile is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from outcore.planner.partition.quiet_solver import quiet
-from outcore.planner.partition.weighted_units import INPUT, WeightedUnits
+from outcore.planner.partition.stage_memory import INPUT
+from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
-
-__all__ = ["MilpObjective", "solve_integer"]
 
 Terms = dict[int, float]
 """A linear expression: variable -> coefficient, the constant under -1."""
@@ -323,3 +329,33 @@ class _Program:
         for terms in reasons:
             self.above(variable, terms)
         return {variable: 1.0}
+
+
+_STDOUT = 1
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which nothing is written to the process's standard output."""
+    try:
+        kept = os.dup(_STDOUT)
+    except OSError:  # there is none
+        yield
+        return
+    _flush()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, _STDOUT)
+        yield
+    finally:
+        _flush()
+        os.dup2(kept, _STDOUT)
+        os.close(nothing)
+        os.close(kept)
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with suppress(OSError, TypeError, AttributeError):  # no such library outside of Unix
+        ctypes.CDLL(None).fflush(None)

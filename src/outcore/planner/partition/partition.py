@@ -30,8 +30,6 @@ from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program.plan.stage_names import name_stages, place_calls
 from outcore.program.stages import Stages
 
-__all__ = ["Balance", "Partition", "split", "split_by_hand"]
-
 
 @dataclass(frozen=True)
 class Partition:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["INPUT", "Parameter", "SharedMemoryUse", "StageMemory", "merged"]
-
 INPUT = -1
 """The producer of the model's inputs."""
 

@@ -10,29 +10,33 @@ does not matter and the best of all is returned. From the most thorough to the q
 Rows with more places than a program can look at are cut twice: first at places chosen evenly where little crosses, then
 at all places close to the ends that were found. How many places and how many orders are looked at is bounded by work,
 counted in table entries and not in seconds, so the same question always has the same answer.
+
+For all partitions, units are numbered in an order of execution, so that one grows unit by unit: each may go into the
+stage of the latest unit it depends on, or any later one. A branch is left as soon as too few units remain to fill the
+stages.
+
+Single units are then moved to a neighbouring stage. What a row cannot express (half of one branch here, the whole of
+the other there) a move can: a unit may go to the next stage if nothing that depends on it stays behind, and to the one
+before if all it depends on is there. Moves are taken while they lower the score; every step keeps the partition valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import comb, isqrt
 from typing import Literal
 
 import numpy as np
 
 from outcore.errors import PlanError
-from outcore.planner.partition.brute_force import all_partitions
-from outcore.planner.partition.dp_dispatch import cut_line
+from outcore.planner.partition.dynamic_programs import cut_line
 from outcore.planner.partition.interval_tables import IntervalTables
-from outcore.planner.partition.local_moves import improve
 from outcore.planner.partition.milp import MilpObjective, solve_integer
 from outcore.planner.partition.topological_orders import coarse_places, is_row, linear_orders
 from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program.stages import Stages
-
-__all__ = ["Balance", "PartitionTask", "cut_pieces"]
 
 Balance = Literal["compute", "memory", "search"]
 """What to make small: the slowest stage, the largest peak of a rank, or the step."""
@@ -205,3 +209,75 @@ def _is_ideal(task: PartitionTask, found: list[Found]) -> bool:
         return False
     times = task.pieces.time_s
     return min(row[0] for row in found)[1] <= max(max(times), sum(times) / task.count) * (1 + 1e-12)
+
+
+_STEPS = 40
+"""Steps for each partition that may be found, after which the search stops: most branches may lead nowhere."""
+
+
+def all_partitions(pieces: WeightedUnits, count: int, most: int) -> list[list[int]] | None:
+    """Every valid way to put units into `count` stages, none empty; None if there are more than `most`."""
+    before, size = pieces.units.before, len(pieces)
+    if comb(size - 1, count - 1) > most:  # so many there are of the recorded order alone
+        return None
+    found: list[list[int]] = []
+    # Stages of the first units, and which stages have a unit, as bits.
+    work: list[tuple[tuple[int, ...], int]] = [((), 0)]
+    for _ in range(_STEPS * most):
+        if not work:
+            return found
+        stage_of, used = work.pop()
+        unit = len(stage_of)
+        if count - used.bit_count() > size - unit:
+            continue
+        if unit == size:
+            found.append(list(stage_of))
+            if len(found) > most:
+                return None
+            continue
+        first = max((stage_of[u] for u in before[unit]), default=0)
+        work.extend(((*stage_of, k), used | 1 << k) for k in range(count - 1, first - 1, -1))
+    return None if work else found
+
+
+Score = Callable[[Stages], tuple[float, ...]]
+"""Smaller is better."""
+
+
+def improve(pieces: WeightedUnits, stage_of: list[int], count: int, score: Score, *, tries: int = 400) -> list[int]:
+    """The partition after all moves that help, found in at most so many tries."""
+    if count == 1:
+        return stage_of
+    before, after = pieces.units.before, pieces.after
+    best, stage_of = score(pieces.cut(stage_of, count)), list(stage_of)
+    improved = True
+    while improved and tries > 0:
+        improved = False
+        for unit, step in _moves(stage_of, count, before, after):
+            k = stage_of[unit]
+            neighbours = after[unit] if step > 0 else before[unit]
+            # An earlier move of this round may have closed the way.
+            if stage_of.count(k) == 1 or any(stage_of[u] == k for u in neighbours):
+                continue
+            tries -= 1
+            stage_of[unit] = k + step
+            found = score(pieces.cut(stage_of, count))
+            if found < best:
+                best, improved = found, True
+            else:
+                stage_of[unit] = k
+            if tries <= 0:
+                break
+    return stage_of
+
+
+def _moves(
+    stage_of: list[int], count: int, before: tuple[frozenset[int], ...], after: list[set[int]]
+) -> list[tuple[int, int]]:
+    found = []
+    for unit, k in enumerate(stage_of):
+        if k + 1 < count and all(stage_of[u] > k for u in after[unit]):
+            found.append((unit, 1))
+        if k > 0 and all(stage_of[u] < k for u in before[unit]):
+            found.append((unit, -1))
+    return found

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 from outcore.planner.partition.weighted_units import WeightedUnits
 
-__all__ = ["coarse_places", "is_row", "linear_orders"]
-
 
 def linear_orders(pieces: WeightedUnits) -> list[tuple[int, ...]]:
     """The recorded order, and others where branches allow them; each once."""

@@ -19,8 +19,6 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.planner.pipeline.call_weights import CallWeights
 
-__all__ = ["Granularity", "Unit", "Units", "find_units"]
-
 Granularity = Literal["block", "layer"] | int
 """How fine the parts are: the model's own children, single calls, or modules down to a depth."""
 

@@ -23,8 +23,6 @@ from outcore.planner.partition.units import Units
 from outcore.planner.pipeline.call_weights import CallWeight, CallWeights
 from outcore.program.stages import Edge, Stage, Stages, Tie
 
-__all__ = ["INPUT", "Parameter", "SharedMemoryUse", "ValueFlow", "WeightedUnits", "weigh"]
-
 
 @dataclass(frozen=True, slots=True)
 class ValueFlow:

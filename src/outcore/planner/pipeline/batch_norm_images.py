@@ -15,8 +15,6 @@ from outcore.graph import Graph
 from outcore.ops import find
 from outcore.program.plan.document import Plan
 
-__all__ = ["batch_norms", "batch_size", "images_seen", "norms_see"]
-
 
 def batch_norms(graph: Graph) -> list[str]:
     """The calls that normalise by the batch they are given: batch norms in training mode."""

@@ -25,12 +25,10 @@ from outcore.planner.partition.partition import Partition, split_by_hand
 from outcore.planner.partition.units import find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.lower import SCHEDULE_NAMES
 from outcore.planner.pipeline.schedule_model import Pipeline, Schedule
-from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
 from outcore.program.plan.document import Plan, PredictedStep
-
-__all__ = ["Fold", "plan_vertically", "split_vertically"]
 
 _MOST_PIECES = 64
 

@@ -11,8 +11,6 @@ from outcore.machine.units import format_bytes
 from outcore.planner.pipeline.search import PlanSearch, fewest_in_flight
 from outcore.planner.pipeline.stage_policies import StagePlanner
 
-__all__ = ["refusal"]
-
 _RANKS = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64)
 _CAREFUL = 3
 _HALVINGS = 3

@@ -23,8 +23,6 @@ from outcore.job import Job
 from outcore.machine import Device, Machine
 from outcore.planner.pipeline.call_weights import CallWeight, CallWeights
 
-__all__ = ["LossAndUpdate"]
-
 
 @dataclass(frozen=True, slots=True)
 class LossAndUpdate:

@@ -18,8 +18,6 @@ from outcore.program.plan.document import PredictedStep
 from outcore.program.synthesis.synthesis import synthesised_orders
 from outcore.program.written_order import program_in_order, write_order
 
-__all__ = ["best_order"]
-
 _LARGEST = 160
 """Forwards of a step, over all ranks, beyond which no orders are made."""
 

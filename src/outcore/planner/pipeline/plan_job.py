@@ -18,7 +18,7 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.link import Link
-from outcore.planner.memory.machine_tier import tier_of
+from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
 from outcore.planner.pipeline.call_weights import CallWeights
@@ -28,8 +28,6 @@ from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program import Links
 from outcore.program.plan.document import BatchNorm, Plan
-
-__all__ = ["batch_for", "links_of", "plain_peak_bytes", "plan_stages", "weights_on"]
 
 UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 _LONG = 2000

@@ -23,8 +23,6 @@ from typing import Literal, get_args
 from outcore.errors import PlanError
 from outcore.program.stages import Stages
 
-__all__ = ["SCHEDULES", "Pipeline", "RankLink", "Schedule", "StageLoad"]
-
 Schedule = Literal["model_parallel", "gpipe", "1f1b", "gems"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 

@@ -34,18 +34,15 @@ from outcore.planner.partition.units import Granularity, find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
 from outcore.planner.pipeline.call_weights import CallWeights
-from outcore.planner.pipeline.candidates import Candidate, EvenCut, candidates_for
+from outcore.planner.pipeline.candidates import Candidate, EvenCut, RoughCut, candidates_for
+from outcore.planner.pipeline.lower import simulate_candidate
 from outcore.planner.pipeline.order_search import best_order
-from outcore.planner.pipeline.rough_cut import RoughCut
 from outcore.planner.pipeline.schedule_model import RankLink, Schedule
-from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.planner.pipeline.stage_policies import StagePlanner, described
 from outcore.program.plan.document import BatchNorm, Plan, PredictedStep
 from outcore.program.plan.stage_names import name_stages
 from outcore.program.policies import parse_policies, policies_to_json
 from outcore.program.stages import Stages
-
-__all__ = ["PlanSearch", "SimulatedCandidate", "plan"]
 
 _SIMULATED = 4
 _FINALISTS = 7

@@ -29,8 +29,6 @@ from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.program.policies import Policies, Policy, Recompute, parse_policies
 from outcore.program.stages import Stage, Stages
 
-__all__ = ["StagePlanner", "described", "rebased"]
-
 _SEARCH_S = 0.15
 _TRIES = 3
 _HOST = OffloadTarget(10e9, 10e9, least_bytes=2**16)

@@ -1,19 +1,115 @@
-"""The rules of computing, transfers, copies and updates; `checks.py` lists them in words.
+"""The rules of computing, transfers and updates; `checks.py` lists them in words.
 
 Every function assumes that those before it passed, in the order of `check`.
+
+They look instructions up in a `ProgramIndex`, in which every compute, transfer, reduction and step is found once. What
+may exist only once is refused there when it exists twice, and what names a stage, value or rank that is not there.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn, TypeVar
 
 from outcore.errors import ProgramError
 from outcore.program.compile import keys_needed
-from outcore.program.index import InstructionAt, ProgramIndex, refuse
-from outcore.program.instructions import Backward, Forward, Key, Receive, Reduce, Send
-from outcore.program.program import holders
+from outcore.program.instructions import (
+    Backward,
+    Forward,
+    Instruction,
+    Key,
+    OptimizerStep,
+    Receive,
+    Reduce,
+    Send,
+)
+from outcore.program.program import Program, holders
+from outcore.program.stages import Edge, Stages
 
-__all__ = ["check_channels", "check_computes", "check_copies", "check_inputs", "check_updates"]
+Of = tuple[int, int, int]
+"""Stage, micro-batch, replica."""
+
+K = TypeVar("K")
+
+
+class InstructionAt(NamedTuple):
+    """An instruction and where it stands."""
+
+    rank: int
+    position: int
+    instruction: Instruction
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, instruction {self.position} ({self.instruction})"
+
+
+def refuse(spot: InstructionAt, reason: str) -> NoReturn:
+    """Raise the error that names the instruction and the rule it breaks."""
+    raise ProgramError(f"{spot}: {reason}")
+
+
+@dataclass(slots=True)
+class ProgramIndex:
+    """All instructions of a program, by what they do."""
+
+    program: Program
+    stages: Stages
+    forwards: dict[Of, InstructionAt] = field(default_factory=dict)
+    backwards: dict[Of, InstructionAt] = field(default_factory=dict)
+    sends: dict[Key, InstructionAt] = field(default_factory=dict)
+    receives: dict[Key, InstructionAt] = field(default_factory=dict)
+    reduces: dict[tuple[int, int], InstructionAt] = field(default_factory=dict)
+    """By rank and stage."""
+    steps: dict[tuple[int, int], InstructionAt] = field(default_factory=dict)
+    placement: dict[tuple[int, int], int] = field(default_factory=dict)
+    edges: dict[str, Edge] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, stages: Stages) -> ProgramIndex:
+        """The index of a program."""
+        index = cls(program, stages, edges={edge.value: edge for edge in stages.edges})
+        for rank, instructions in enumerate(program.ranks):
+            for position, instruction in enumerate(instructions):
+                index._enter(InstructionAt(rank, position, instruction))
+        return index
+
+    def _enter(self, spot: InstructionAt) -> None:
+        rank, _, instruction = spot
+        if not 0 <= instruction.stage < len(self.stages):
+            refuse(spot, f"there is no stage {instruction.stage}; there are {len(self.stages)}")
+        match instruction:
+            case Forward(stage, micro_batch, replica) | Backward(stage, micro_batch, replica):
+                found = self.forwards if isinstance(instruction, Forward) else self.backwards
+                _once(found, (stage, micro_batch, replica), spot)
+                if self.placement.setdefault((stage, replica), rank) != rank:
+                    other = self.placement[stage, replica]
+                    refuse(spot, f"stage {stage} of replica {replica} is computed on rank {other} too")
+            case Send() | Receive():
+                self._enter_transfer(spot, instruction)
+            case Reduce(stage, _):
+                _once(self.reduces, (rank, stage), spot)
+            case OptimizerStep(stage):
+                _once(self.steps, (rank, stage), spot)
+
+    def _enter_transfer(self, spot: InstructionAt, transfer: Send | Receive) -> None:
+        edge = self.edges.get(transfer.value)
+        if edge is None or transfer.stage not in edge.targets:
+            refuse(spot, f"no value {transfer.value!r} goes to stage {transfer.stage}")
+        if transfer.gradient and not edge.has_gradient:
+            refuse(spot, f"value {transfer.value!r} has no gradient")
+        own, other = transfer.source, transfer.target
+        if isinstance(transfer, Receive):
+            own, other = other, own
+        if own != spot.rank:
+            refuse(spot, f"it is written for rank {own}, and stands on rank {spot.rank}")
+        if other == own or not 0 <= other < len(self.program):
+            refuse(spot, f"the other end is rank {other}; needed another of {len(self.program)} ranks")
+        _once(self.sends if isinstance(transfer, Send) else self.receives, transfer.key, spot)
+
+
+def _once(found: dict[K, InstructionAt], key: K, spot: InstructionAt) -> None:
+    if (first := found.setdefault(key, spot)) is not spot:
+        refuse(spot, f"the same is done at rank {first.rank}, instruction {first.position}; needed once")
 
 
 def check_computes(index: ProgramIndex) -> None:
@@ -93,25 +189,6 @@ def check_channels(index: ProgramIndex) -> None:
             assert isinstance(send.instruction, Send) and isinstance(receive.instruction, Receive)
             if send.instruction.key != receive.instruction.key:
                 refuse(receive, f"transfers arrive in the order they are sent, and the next one sent here is {send}")
-
-
-def check_copies(index: ProgramIndex) -> None:
-    """What is copied out is copied back before its backward."""
-    for (of, _), out in index.copies_out.items():
-        forward, backward = index.forwards.get(of), index.backwards.get(of)
-        if forward is None or backward is None or not _follow(forward, out, backward):
-            refuse(out, "what is copied out must have been saved by a forward before it, for a backward after it")
-    for key, back in index.copies_in.items():
-        if key not in index.copies_out or not _follow(index.copies_out[key], back, index.backwards[key[0]]):
-            refuse(back, "what is copied in must have been copied out before, and be back before its backward")
-    for key, out in index.copies_out.items():
-        if key not in index.copies_in:
-            refuse(out, f"it is never copied back for {index.backwards[key[0]]}")
-
-
-def _follow(*spots: InstructionAt) -> bool:
-    in_order = all(a.position < b.position for a, b in pairwise(spots))
-    return in_order and len({spot.rank for spot in spots}) == 1
 
 
 def check_updates(index: ProgramIndex) -> None:

@@ -14,8 +14,6 @@ from outcore.machine.units import format_bytes, format_time
 from outcore.program.simulator.memory_curve import RankMemory
 from outcore.program.timeline import COMPUTE, Event, Timeline
 
-__all__ = ["chart"]
-
 LANE, BAR, NETWORK, MEMORY = 52, 18, 5, 18
 LEFT, TOP, RIGHT = 66, 56, 92
 SHOWN_RANKS = 64

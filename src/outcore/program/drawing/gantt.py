@@ -15,8 +15,6 @@ from rich.text import Text
 from outcore.machine.units import format_bytes, format_time
 from outcore.program.timeline import COMPUTE, NETWORK, Event, Timeline
 
-__all__ = ["gantt", "rich_gantt"]
-
 SHOWN_RANKS = 24
 LEGEND = "0 forward of micro-batch 0, a its backward, {scripts}U step, - network only, . idle"
 SCRIPTS = "r made again or encoded, "

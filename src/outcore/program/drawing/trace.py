@@ -15,8 +15,6 @@ from outcore.errors import ProgramError
 from outcore.program.simulator.memory_curve import PARTS, RankMemory
 from outcore.program.timeline import STREAMS, Event, Timeline
 
-__all__ = ["load_trace", "save_trace", "trace"]
-
 MICROSECONDS = 1e6
 
 

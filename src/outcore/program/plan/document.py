@@ -32,8 +32,6 @@ from outcore.program.plan.order import check_order
 from outcore.program.plan.schema import MOST, check_against, check_policy, check_spatial, schema
 from outcore.program.plan.stage_names import place_calls
 
-__all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "PredictedStep", "Schedule"]
-
 FORMAT = 1
 
 Schedule = Literal["model_parallel", "gpipe", "1f1b", "gems"]

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from outcore.errors import PlanError
 
-__all__ = ["OrderWord", "check_order", "read_row"]
-
 OrderWord = tuple[str, int]
 """``F`` or ``B``, and the micro-batch."""
 

@@ -8,7 +8,7 @@ before anything runs, by the name of the field.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from outcore.documents.schema import (
     Anything,
@@ -29,7 +29,8 @@ from outcore.graph import Graph
 from outcore.ops.recompute_encode import CODECS
 from outcore.program.policies import parse_policy
 
-__all__ = ["MOST", "check_against", "check_policy", "check_spatial", "schema"]
+if TYPE_CHECKING:
+    from outcore.program.plan.document import Plan
 
 MOST = 65_536
 """Micro-batches, batches, replicas, ranks or stages: more is a slip of the finger."""
@@ -71,34 +72,6 @@ _PREDICTED = Record(
 )
 
 
-class PlanClaims(Protocol):
-    """What a plan says that only its graph can confirm."""
-
-    @property
-    def stages(self) -> tuple[tuple[str, ...], ...]:
-        """Names per stage."""
-
-    @property
-    def policy(self) -> Mapping[str, str]:
-        """How values are kept."""
-
-    @property
-    def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """Stages of shared parameters."""
-
-    @property
-    def stream(self) -> Mapping[str, Any] | None:
-        """The tiles that the image is streamed in."""
-
-    @property
-    def predicted(self) -> Any:
-        """What a step is expected to take."""
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Ranks of one copy of the pipeline."""
-
-
 def schema(choices: Mapping[str, Any]) -> Record:
     """The schema of a plan; `choices` are the literal types of its fields that have one."""
     count = Whole(least=1, most=MOST)
@@ -126,39 +99,7 @@ def schema(choices: Mapping[str, Any]) -> Record:
     )
 
 
-class SpatialClaims(Protocol):
-    """What goes with a grid, and what does not."""
-
-    @property
-    def spatial(self) -> Mapping[str, Any] | None:
-        """The grid."""
-
-    @property
-    def schedule(self) -> str:
-        """The order of micro-batches."""
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """An order of its own."""
-
-    @property
-    def placement(self) -> tuple[int, ...] | None:
-        """Ranks of stages."""
-
-    @property
-    def policy(self) -> Mapping[str, str]:
-        """How values are kept."""
-
-    @property
-    def batch_norm(self) -> str:
-        """Over which samples batch norms take their statistics."""
-
-    @property
-    def replicas(self) -> int:
-        """Data-parallel copies of the pipeline."""
-
-
-def check_spatial(plan: SpatialClaims) -> None:
+def check_spatial(plan: Plan) -> None:
     """Refuse what cannot be done together with a grid of ranks."""
     check(plan.spatial, _SPATIAL, "spatial", PlanError)
     others = {
@@ -184,7 +125,7 @@ def check_policy(value: str, policy: object) -> None:
         raise PlanError(str(error).replace("is not known", f"of {value} is not known")) from None
 
 
-def check_against(plan: PlanClaims, graph: Graph, stage_of: Mapping[str, int]) -> None:
+def check_against(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> None:
     """Refuse what a plan says of blocks, values and parameters that the graph does not have, or has elsewhere."""
     for value, policy in plan.policy.items():
         call, derived, _ = value.partition("~")

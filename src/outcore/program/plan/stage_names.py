@@ -14,8 +14,6 @@ from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.graph.parts import ancestors
 
-__all__ = ["name_stages", "place_calls"]
-
 
 def place_calls(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
     """The stage of every call, given names per stage; raises `PlanError` naming the block that is wrong."""

@@ -18,8 +18,6 @@ from outcore.errors import ProgramError
 from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 
-__all__ = ["LinkSchedule", "Links"]
-
 
 @dataclass(frozen=True, slots=True)
 class Links:

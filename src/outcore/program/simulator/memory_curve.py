@@ -12,8 +12,6 @@ from typing import Any
 from outcore.documents.schema import ListOf, Number, Whole
 from outcore.documents.typed_schema import Row
 
-__all__ = ["PARTS", "MemoryLedger", "RankMemory"]
-
 PARTS = ("parameters", "gradients", "state", "saved", "buffers", "workspace")
 """What memory is held for: `saved` for backward, `buffers` for values that are sent between stages."""
 

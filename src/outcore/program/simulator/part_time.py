@@ -16,8 +16,6 @@ from outcore.program.instructions import Backward, Compute, Forward
 from outcore.program.simulator.links import LinkSchedule
 from outcore.program.timeline import COMPUTE, Event
 
-__all__ = ["PartBytes", "PartCompute", "PartScript", "PartSend", "PartWait", "SplitStageCosts", "perform_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class PartCompute:

@@ -18,8 +18,6 @@ from outcore.program.simulator.links import LinkSchedule
 from outcore.program.stages import Stage
 from outcore.program.timeline import COMPUTE, Event
 
-__all__ = ["ScriptTiming", "perform"]
-
 Hold = Callable[[float, int], None]
 """Hold so many bytes more from that time on."""
 

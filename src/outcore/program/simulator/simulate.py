@@ -29,8 +29,6 @@ from outcore.program.compile import keys_needed
 from outcore.program.instructions import (
     Backward,
     Compute,
-    CopyIn,
-    CopyOut,
     Forward,
     Key,
     OptimizerStep,
@@ -45,8 +43,6 @@ from outcore.program.simulator.part_time import SplitStageCosts, perform_parts, 
 from outcore.program.simulator.script_time import ScriptTiming, perform
 from outcore.program.stages import Stages
 from outcore.program.timeline import COMPUTE, Event, Timeline
-
-__all__ = ["simulate"]
 
 
 def simulate(
@@ -86,7 +82,6 @@ class _Simulation:
         self.channels: defaultdict[tuple[int, int, int], deque[Send]] = defaultdict(deque)
         self.uses: Counter[tuple[str, int, int]] = Counter()
         self.joined: defaultdict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(list)
-        self.copied_out: defaultdict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
         self.evicted: defaultdict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
         self.reducing: set[tuple[int, int]] = set()
         holders = program.holders() if stages.ties else {}
@@ -138,8 +133,6 @@ class _Simulation:
                     self.posted[instruction.key] = now
                     self.ledgers[rank].add(now, "buffers", self.sizes.get(instruction.value, 0))
                     self.move((instruction.source, instruction.target, instruction.replica), now)
-                case CopyOut() | CopyIn():
-                    self.copy(rank, instruction, now)
                 case Reduce():
                     self.join(rank, instruction, now)
                 case _:
@@ -162,11 +155,7 @@ class _Simulation:
             return tied | ({("reduced", instruction.stage)} if (rank, instruction.stage) in self.reducing else set())
         if self.split is not None and self.placement[instruction.stage, instruction.replica] != rank:
             return set()  # one of several that compute it together, of which the first is given what it needs
-        needed: set[Hashable] = set(keys_needed(instruction, self.incoming, self.outgoing))
-        if isinstance(instruction, Backward):
-            of = (instruction.stage, instruction.micro_batch, instruction.replica)
-            needed.update(("in", *of, value) for value in self.copied_out.get(of, ()))
-        return needed
+        return set(keys_needed(instruction, self.incoming, self.outgoing))
 
     def move(self, channel: tuple[int, int, int], now: float) -> None:
         """Begin the transfers of a channel that are sent and received, in order."""
@@ -224,22 +213,6 @@ class _Simulation:
                         Event(member, "reduce", "reduce", name, start, end, stage=tie.stages[0], bytes=tie.bytes)
                     )
                 self.schedule(end, member, ("tied", number))
-
-    def copy(self, rank: int, copy: CopyOut | CopyIn, now: float) -> None:
-        of = (copy.stage, copy.micro_batch, copy.replica)
-        labels = (*of, copy.bytes)
-        if isinstance(copy, CopyOut):
-            start, end = self.traffic.copy(rank, "away", copy.bytes, now)
-            self.copied_out[of][copy.value] = end
-            self.ledgers[rank].add(end, "saved", -copy.bytes, first=True)
-            self.held[of] -= copy.bytes
-            self.events.append(Event(rank, "copy out", "copy", str(copy), start, end, *labels))
-            return
-        start, end = self.traffic.copy(rank, "back", copy.bytes, max(now, self.copied_out[of].get(copy.value, now)))
-        self.ledgers[rank].add(start, "saved", copy.bytes)
-        self.held[of] += copy.bytes
-        self.events.append(Event(rank, "copy in", "copy", str(copy), start, end, *labels))
-        self.schedule(end, rank, ("in", *of, copy.value))
 
     def compute(self, rank: int, instruction: Compute | OptimizerStep, now: float) -> float:
         """Run a forward, backward or step that has all it needs; returns when it ends."""

@@ -20,8 +20,6 @@ from outcore.program.instructions import Backward, Compute, Forward
 from outcore.program.simulator.links import Links
 from outcore.program.stages import Stages
 
-__all__ = ["RULES", "Rule", "SchedulerSettings", "list_schedule"]
-
 Rule = Callable[[bool, float, int, float], tuple[float, ...]]
 """From whether it is a backward, the longest time from it to the end, its micro-batch and the time of the busiest rank
 for one micro-batch, to a priority: the greatest begins."""

@@ -22,8 +22,6 @@ from outcore.program.synthesis.list_scheduler import RULES, SchedulerSettings, l
 from outcore.program.timeline import Timeline
 from outcore.program.written_order import program_in_order, write_order
 
-__all__ = ["SynthesisCandidate", "SynthesisResult", "named_programs", "synthesise", "synthesised_orders"]
-
 
 @dataclass(frozen=True, slots=True)
 class SynthesisCandidate:

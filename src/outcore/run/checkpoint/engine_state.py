@@ -24,8 +24,6 @@ from outcore.run.checkpoint.training_state import (
 if TYPE_CHECKING:
     from outcore.run.engine.engine import Engine
 
-__all__ = ["EngineState"]
-
 _GENERATORS = ".generators"
 
 

@@ -40,8 +40,6 @@ from safetensors.torch import save_file
 from outcore.errors import CheckpointError
 from outcore.run.ranks.world import World
 
-__all__ = ["FORMAT", "CheckpointWriter", "RankFiles", "checksum", "commit", "complete_ones", "latest_name", "write"]
-
 FORMAT = 2
 """Of `checkpoint.json`; format 1 had no checksums of the documents themselves, and is still read."""
 INDEX = "model.safetensors.index.json"

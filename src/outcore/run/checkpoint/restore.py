@@ -33,8 +33,6 @@ from outcore.run.checkpoint.files import (
 )
 from outcore.run.ranks.world import World
 
-__all__ = ["StoredCheckpoint", "find_checkpoint", "has_checkpoint", "read_weights"]
-
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 

@@ -13,8 +13,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["SAVE", "STOP", "SaveSignals"]
-
 SAVE, STOP = 1, 2
 
 

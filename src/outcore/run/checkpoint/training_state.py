@@ -18,8 +18,6 @@ from torch import nn
 
 from outcore.errors import CheckpointError
 
-__all__ = ["generators", "load_optimizer", "optimizer_tensors", "plain", "restore_generators", "scalars_of"]
-
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter], names: Iterable[str]

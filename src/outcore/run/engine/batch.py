@@ -28,23 +28,6 @@ from outcore.errors import EngineError
 from outcore.graph.structure import leaves, replace_lazy_images, substitute
 from outcore.stream.source import ImageRows, StreamedImage, image_of
 
-__all__ = [
-    "Images",
-    "arguments",
-    "cut",
-    "describe",
-    "difference",
-    "fingerprint",
-    "in_memory",
-    "joined",
-    "meta_batch",
-    "parts",
-    "rows",
-    "rows_of_sources",
-    "stand_ins",
-    "tensors_of",
-]
-
 _PLAIN = (int, float, bool, str, type(None))
 Images = dict[int, StreamedImage]
 """By the id of the tensor that stands for it."""

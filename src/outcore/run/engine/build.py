@@ -25,8 +25,6 @@ from outcore.run.stage.batch_norm_statistics import RunningStatistics, make_equa
 from outcore.run.stage.parameter_owners import ParameterOwners
 from outcore.run.stage.recorded_stages import RecordedStages, RecordedStagesByShape
 
-__all__ = ["EngineParts", "take_own_memory"]
-
 
 class EngineParts:
     """What an engine runs, on one rank."""

@@ -21,8 +21,6 @@ from outcore.run.engine.batch import arguments
 from outcore.run.ranks.world import World
 from outcore.spatial.choose import plan as make_plan
 
-__all__ = ["own_plan"]
-
 
 def own_plan(world: World, source: Job | nn.Module, example: Any) -> Plan:
     """A plan for all ranks, made by the first; collective.

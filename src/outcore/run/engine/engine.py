@@ -36,13 +36,11 @@ from outcore.run.checkpoint.signals import STOP, SaveSignals
 from outcore.run.engine import batch as batches
 from outcore.run.engine.build import EngineParts
 from outcore.run.engine.default_plan import own_plan
-from outcore.run.engine.held_tensors import held_tensors
 from outcore.run.engine.loader import Loader
-from outcore.run.engine.measured import Comparison, gather
+from outcore.run.engine.measured import Comparison, gather, held_tensors
 from outcore.run.engine.settings import EngineOptions, EngineSettings
 from outcore.run.engine.setup import check_optimizer, choose_device, make_optimizer
-from outcore.run.engine.split_batch import BatchSplitter
-from outcore.run.engine.step_loss import run_for_loss
+from outcore.run.engine.split_batch import BatchSplitter, run_for_loss
 from outcore.run.engine.update import GradientUpdate
 from outcore.run.engine.worker import Worker
 from outcore.run.ranks.faults import FaultMonitor
@@ -52,8 +50,6 @@ from outcore.run.stage.policies import StagePolicies
 from outcore.run.stage.stage_module import Part
 from outcore.run.transport.choose import point_to_point
 from outcore.run.transport.shared_memory import SharedRows
-
-__all__ = ["Engine"]
 
 _WRITTEN = 4
 """A flag among the requests of a rank: its part of a checkpoint is on the disk."""

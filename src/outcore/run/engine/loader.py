@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader
 
 from outcore.errors import EngineError
 
-__all__ = ["Loader", "cut_epoch"]
-
 
 def cut_epoch(order: Sequence[int], batch_size: int, replicas: int) -> list[list[list[int]]]:
     """For each batch, the samples of each replica.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+import torch
 
 from outcore.machine.units import format_bytes, format_time
 from outcore.program import Event, Program, Stages, Timeline, simulate
 from outcore.program.simulator.memory_curve import RankMemory
 from outcore.program.simulator.part_time import PartBytes, PartCompute, SplitStageCosts
 from outcore.program.timeline import COMPUTE
+from outcore.run.engine.build import EngineParts
 from outcore.run.engine.step_meters import clock_offset
 from outcore.run.engine.worker import Worker
 from outcore.run.ranks.world import World
-
-__all__ = ["Comparison", "gather", "with_measured_times"]
+from outcore.run.transport.p2p import HostPointToPoint
 
 
 def gather(world: World, worker: Worker, name: str) -> Timeline:
@@ -96,3 +99,19 @@ class Comparison:
             times = " ".join(f"{format_time(t):>9}" for t in (busy, busy_p, idle, idle_p))
             lines.append(f"{rank:>5} {times} {format_bytes(peak):>10} {format_bytes(peak_p):>10}")
         return "\n".join(lines)
+
+
+def held_tensors(
+    assembly: EngineParts, worker: Worker, optimizer: torch.optim.Optimizer | None
+) -> Iterator[torch.Tensor]:
+    """Tensors that take memory of this rank's device; idle state that waits elsewhere does not."""
+    idle_state = worker.idle_state
+    away = {t.data_ptr() for t in idle_state.offloaded} if idle_state is not None else set()
+    found = [*assembly.local_state().values()]
+    found += [p.grad for p in assembly.parameters.values() if p.grad is not None]
+    if optimizer is not None:
+        for row in optimizer.state.values():
+            found += [value for value in row.values() if isinstance(value, torch.Tensor)]
+    yield from (tensor for tensor in found if tensor.data_ptr() not in away)
+    if isinstance(worker.p2p, HostPointToPoint):
+        yield from worker.p2p.arena.rows()

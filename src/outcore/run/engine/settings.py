@@ -21,8 +21,6 @@ from outcore.program import Program
 from outcore.run.engine.setup import Groups, MakeOptimizer
 from outcore.run.stage.stage_module import Execute
 
-__all__ = ["EngineOptions", "EngineSettings", "Loss"]
-
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 

@@ -24,22 +24,6 @@ from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
 from outcore.run.ranks.world import World
 
-__all__ = [
-    "Groups",
-    "MakeOptimizer",
-    "agree",
-    "build",
-    "check_gradients",
-    "check_loss",
-    "check_optimizer",
-    "choose_device",
-    "example_of",
-    "first_graph",
-    "make_optimizer",
-    "materialise",
-    "strip",
-]
-
 MakeOptimizer: TypeAlias = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Groups: TypeAlias = Callable[[str, nn.Parameter], Mapping[str, Any]]
 """Options of the optimizer for a parameter, by its name; parameters with equal ones form a group."""

@@ -7,22 +7,25 @@ of one replica that differ between its ranks, replicas without samples, and data
 Where there is one replica, and a batch has a shape that was agreed on before, a rank can predict what the others will
 send unless somebody made a mistake: it begins to compute, and reads the exchange before it sends or uses anything
 (`ProgramRun.agree`).
+
+The loss of a step is the same on every rank: that of each micro-batch by its share of the samples, in their order
+(`run_for_loss`).
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
+
 from outcore.errors import EngineError
 from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
 from outcore.run.engine.step_programs import StepPrograms, TaggedProgram
-from outcore.run.engine.worker import ProgramRun, RankMicroBatch
+from outcore.run.engine.worker import ProgramRun, RankMicroBatch, Worker
 from outcore.run.ranks.world import World
 from outcore.run.stage.recorded_stages import RecordedStages, RecordedStagesByShape
 from outcore.stream.source import ImageRows
-
-__all__ = ["BatchSplitter"]
 
 
 class BatchSplitter:
@@ -136,3 +139,35 @@ class BatchSplitter:
                     f"rank {self.world.rank} holds stage {stage}, which reads the inputs, but was given none; "
                     "give it the batch of its replica"
                 )
+
+
+def run_for_loss(world: World, worker: Worker, run: ProgramRun, script: TaggedProgram, *, update: bool) -> float:
+    """Execute this rank's part of a program and add the losses up over all ranks.
+
+    Args:
+        world: all ranks.
+        worker: of this rank.
+        run: the micro-batches, their shares and what becomes of them.
+        script: the program.
+        update: whether gradients are reduced and the optimizer steps at the end.
+    """
+    losses = torch.zeros(len(run.weights), dtype=torch.float64, device="cpu")
+    exchange: list[Any] = []
+
+    def tell() -> None:
+        for micro_batch, loss in run.losses.items():
+            losses[run.pieces[micro_batch].number] = loss.item()
+        exchange.append(world.start_sum(losses))
+
+    # On the host losses travel while backwards run; on a GPU, reading them earlier would stop the kernels.
+    run.after_forwards = tell if worker.forms.device.type == "cpu" else None
+    try:
+        worker.run(script.program.ranks[world.rank], script.tags, run, update=update)
+        if not exchange:
+            tell()
+        exchange.pop()()
+    finally:
+        run.after_forwards = None  # it knows the run: without this, both would live until garbage is collected
+        exchange.clear()
+    every: list[float] = losses.tolist()
+    return sum(weight * loss for weight, loss in zip(run.weights, every, strict=True))

@@ -18,11 +18,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from outcore.cost.measured.live_bytes import LiveBytes, storage_key
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.graph.aliasing import storage_key
 from outcore.program.simulator.memory_curve import RankMemory
 from outcore.run.ranks.world import World
-
-__all__ = ["DeviceClock", "Moment", "PeakGauge", "clock_offset"]
 
 Moment: TypeAlias = Any
 """Seconds of `time.perf_counter`, or an event in a stream of a GPU."""

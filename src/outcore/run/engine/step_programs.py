@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outcore.errors import PlanError
-from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
+from outcore.planner.pipeline.lower import SCHEDULE_NAMES
 from outcore.program import Edge, OptimizerStep, Program, Reduce, Send, Stages, check, compile_program
+from outcore.program.compile import split_first_stage
 from outcore.program.instructions import Key
 from outcore.program.plan.document import Plan
-from outcore.program.split_stage import split_first_stage
 from outcore.program.written_order import program_in_order
-
-__all__ = ["StepPrograms", "TaggedProgram"]
 
 
 @dataclass(frozen=True, slots=True)

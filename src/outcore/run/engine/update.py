@@ -29,8 +29,6 @@ from outcore.run.stage.parameter_owners import ParameterOwners, SharedParameters
 from outcore.run.transport.all_reduce import AllReduce, GlooAllReduce, SharedMemoryAllReduce
 from outcore.run.transport.shared_memory import SharedRows
 
-__all__ = ["GradientUpdate"]
-
 _TAGS = 1 << 20
 """The first tag above those of a program's transfers."""
 _BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))

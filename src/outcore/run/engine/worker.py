@@ -29,15 +29,12 @@ from outcore.run.engine.update import GradientUpdate
 from outcore.run.stage.idle_state_offload import IdleStateOffload
 from outcore.run.stage.parameter_owners import SharedParameters
 from outcore.run.stage.policies import StagePolicies
-from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.recorded_stages import RecordedStages
 from outcore.run.stage.split_stage import LOSS_TERM, SplitStage
-from outcore.run.stage.stage_module import Execute, GradientSlot, Values, arrive
+from outcore.run.stage.stage_module import Execute, GradientSlot, RandomDraws, Values, arrive
 from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout
 from outcore.run.transport.part_messages import PartMessages
 from outcore.stream.source import ImageRows
-
-__all__ = ["ProgramRun", "RankMicroBatch", "Worker"]
 
 Of = tuple[int, int, int]
 """Stage, micro-batch, replica."""

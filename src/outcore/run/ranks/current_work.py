@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["CurrentWork"]
-
 
 @dataclass(slots=True)
 class CurrentWork:

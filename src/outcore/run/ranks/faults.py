@@ -34,8 +34,6 @@ from outcore.graph.source import blame
 from outcore.run.ranks.current_work import CurrentWork
 from outcore.run.ranks.store_client import StoreClient
 
-__all__ = ["FaultMonitor", "FaultReport", "report_of"]
-
 BEAT_S = 0.5
 DEAD_AFTER_S = 4 * BEAT_S
 SILENT_AFTER_S = 30.0

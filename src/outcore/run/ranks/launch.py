@@ -32,12 +32,9 @@ from typing import Any
 
 from outcore.errors import EngineError
 from outcore.run.ranks.parent_death import LAUNCHER, end_with_parent
-from outcore.run.ranks.rendezvous import ADDRESS
-from outcore.run.ranks.secret import VARIABLE
+from outcore.run.ranks.rendezvous import ADDRESS, VARIABLE
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.stopped import LOOK_S, StoppedRanks
-
-__all__ = ["launch", "rank_variables"]
 
 _GRACE_S = 20.0
 """Seconds for the other ranks to notice that one failed; then they are ended."""

@@ -13,8 +13,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-__all__ = ["LAUNCHER", "end_with_parent", "launcher_pid"]
-
 LAUNCHER = "OUTCORE_LAUNCHER"
 """The variable that holds the process id of outcore's launcher."""
 

@@ -9,12 +9,19 @@
 
 What is sent through a store of torch's is an address and nothing more: whoever answers there still has to prove that it
 knows the secret (`outcore.run.ranks.store`).
+
+Who knows the secret of a run may join, nobody else. A launcher of outcore's own makes one for each run and gives it to
+its ranks in their environment, which only their user can read. Ranks that something else started (torchrun, SLURM,
+mpirun) look for ``OUTCORE_SECRET`` too; where it is not set they use a file of the user's own, made with the first run,
+which clusters share between hosts with the home directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -25,14 +32,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from outcore.errors import EngineError
-from outcore.run.ranks.secret import find_secret
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.ranks.store_client import StoreClient
 
 if TYPE_CHECKING:
     from outcore.run.ranks.world import World
-
-__all__ = ["ADDRESS", "LauncherEnvironment", "Rendezvous", "meet", "meet_over"]
 
 ADDRESS = "OUTCORE_STORE"
 """The variable in which outcore's launcher gives its ranks the address of the store."""
@@ -193,3 +197,37 @@ def _network() -> str:
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
     except OSError:
         return socket.gethostname()
+
+
+VARIABLE = "OUTCORE_SECRET"
+
+
+def find_secret() -> str:
+    """The secret of the run that this process belongs to."""
+    if given := os.environ.get(VARIABLE):
+        return given
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return _from_file(home / "outcore" / "secret")
+
+
+def _from_file(path: Path) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        if not path.exists():
+            handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(new_secret())
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)  # of several ranks that make it at once, one wins
+            aside.unlink()
+        mode = path.stat().st_mode
+        found = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise EngineError(
+            f"ranks need a secret that only they know, and {path} cannot be used ({error.strerror}); set {VARIABLE} "
+            "to the same random text for all ranks"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077 or len(found) < 16:
+        raise EngineError(f"{path} is no secret (others may read it, or it is too short); remove it, or chmod 600")
+    return found

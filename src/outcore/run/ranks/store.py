@@ -31,8 +31,6 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["NONCE_BYTES", "SILENT_S", "StoreServer", "exactly", "new_secret", "prove", "receive", "send"]
-
 SILENT_S = 10.0
 """Without an answer for so long, an operation ends with an error."""
 _LIMIT = 1 << 22

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from outcore.errors import EngineError
 from outcore.run.ranks.store import NONCE_BYTES, SILENT_S, exactly, prove, receive, send
 
-__all__ = ["StoreClient"]
-
 
 class StoreClient(dist.Store):  # type: ignore[name-defined]
     """A rank's connection to the store; safe to use from several threads.

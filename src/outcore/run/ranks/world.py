@@ -23,8 +23,6 @@ from outcore.run.ranks.rendezvous import LauncherEnvironment, Rendezvous, meet, 
 from outcore.run.transport.socket_shutdown import GroupSockets
 from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["LauncherEnvironment", "World", "identify"]
-
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),

@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["IdleStateOffload"]
-
 
 class IdleStateOffload:
     """The state of several stages on one rank, of which one at a time is on the device."""

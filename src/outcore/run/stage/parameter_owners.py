@@ -16,8 +16,6 @@ from torch import nn
 from outcore.graph import Graph
 from outcore.program import Program
 
-__all__ = ["ParameterOwners", "SharedParameters"]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedParameters:

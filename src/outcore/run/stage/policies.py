@@ -29,10 +29,7 @@ from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
 from outcore.planner.pipeline.stage_policies import rebased
 from outcore.program.policies import Policies, Recompute
-from outcore.run.stage.random_draws import RandomDraws
-from outcore.run.stage.stage_module import Part, Values
-
-__all__ = ["StagePolicies"]
+from outcore.run.stage.stage_module import Part, RandomDraws, Values
 
 _BYTES_PER_S = 1e10
 """For the order of moments alone; nothing is predicted here."""

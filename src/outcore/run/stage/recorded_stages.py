@@ -1,9 +1,9 @@
 """A form: the network recorded for one shape of micro-batch in one mode, with the parts that are on this rank.
 
 Recordings are keyed by shapes, dtypes, training flags and what else they read from Python
-(`outcore.graph.record.versions`); another key is another form, recorded when it first appears and kept. Names of values
-and calls are the same in all forms, so one program runs micro-batches of different sizes, and the program of a plan
-made for one batch size runs another. In eval mode a model may call other functions than in training; calls that
+(`outcore.graph.record.captured_module`); another key is another form, recorded when it first appears and kept. Names of
+values and calls are the same in all forms, so one program runs micro-batches of different sizes, and the program of a
+plan made for one batch size runs another. In eval mode a model may call other functions than in training; calls that
 training does not know go where their inputs are.
 """
 
@@ -22,18 +22,15 @@ from outcore.graph import Graph, capture
 from outcore.graph.parts import ancestors
 from outcore.graph.reads.attributes import copy_attributes
 from outcore.graph.reads.snapshot import Snapshot
+from outcore.graph.record.captured_module import RecordingVersions, refuse_volatile
 from outcore.graph.record.recording import Recording
-from outcore.graph.record.versions import RecordingVersions, refuse_volatile
 from outcore.graph.structure import substitute
 from outcore.program import Edge, Stage, Stages, Tie
 from outcore.program.plan.document import Plan
 from outcore.program.plan.stage_names import place_calls
 from outcore.run.engine.batch import arguments, describe, fingerprint
-from outcore.run.stage.random_draws import random_calls
-from outcore.run.stage.stage_module import Part
+from outcore.run.stage.stage_module import Part, random_calls
 from outcore.run.transport.p2p import TensorLayout
-
-__all__ = ["RecordedStages", "RecordedStagesByShape", "edges_of", "place_like"]
 
 
 class RecordedStages:

@@ -18,8 +18,7 @@ import torch
 from outcore.errors import EngineError, PlanError
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import elements
-from outcore.run.stage.random_draws import RandomDraws
-from outcore.run.stage.stage_module import Part, Values
+from outcore.run.stage.stage_module import Part, RandomDraws, Values
 from outcore.spatial.communicator import Communicator
 from outcore.spatial.exchange import new_token
 from outcore.spatial.execute import SplitRun, SplitState
@@ -32,8 +31,6 @@ from outcore.stream.execute.pixel_loss import pixel_loss_of, target_region
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.prepared import PreparedStream, divided
 from outcore.stream.source import ImageRows, image_of
-
-__all__ = ["LOSS_TERM", "SplitStage"]
 
 LOSS_TERM = "term of the loss"
 """Stands for this rank's term of the loss among the values of a stage."""

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["AllReduce", "GlooAllReduce", "SharedMemoryAllReduce"]
-
 
 class AllReduce(Protocol):
     """An all-reduce under way."""

@@ -9,8 +9,6 @@ from outcore.run.transport.p2p import HostPointToPoint, PointToPoint
 from outcore.run.transport.p2p_via_host import StagedPointToPoint
 from outcore.run.transport.shared_memory import SharedRows
 
-__all__ = ["point_to_point"]
-
 
 def point_to_point(world: World, device: torch.device, shared_rows: SharedRows) -> PointToPoint:
     """Between tensors on the hosts, or on GPUs through host memory."""

@@ -28,18 +28,6 @@ from outcore.run.engine.step_meters import Moment
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = [
-    "AnnouncedRow",
-    "HostPointToPoint",
-    "HostRows",
-    "IncomingTensor",
-    "OutgoingTensor",
-    "PointToPoint",
-    "SentTensor",
-    "TensorLayout",
-    "contiguous_stride",
-]
-
 
 @dataclass(frozen=True)
 class TensorLayout:

@@ -22,8 +22,6 @@ from outcore.run.transport.p2p import HostRows, IncomingTensor, Moved, OutgoingT
 from outcore.run.transport.shared_memory import SharedRows
 from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["StagedPointToPoint"]
-
 
 class _Landing:
     def __init__(self, task: WorkerTask[Any], layout: TensorLayout, watched_wait: WatchedWait) -> None:

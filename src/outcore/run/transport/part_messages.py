@@ -11,8 +11,6 @@ import torch
 from outcore.run.ranks.current_work import CurrentWork
 from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout, contiguous_stride
 
-__all__ = ["PartMessages"]
-
 _TAGS = 1 << 22
 """The first tag above those of transfers between stages and of reductions."""
 

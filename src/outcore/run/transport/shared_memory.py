@@ -30,8 +30,6 @@ import torch
 from outcore.memory.offload.pinning import pin
 from outcore.run.ranks.world import World
 
-__all__ = ["LEAST_BYTES", "SharedRow", "SharedRows"]
-
 LEAST_BYTES = 16 * 1024
 """Smaller tensors go through sockets: a name is not much shorter."""
 

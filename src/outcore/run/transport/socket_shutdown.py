@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GroupSockets"]
-
 _PATIENCE_S = 5.0
 _NOTICE_S = 0.2
 """Seconds until the others have noticed a shutdown."""

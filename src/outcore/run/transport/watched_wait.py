@@ -22,8 +22,6 @@ import torch.distributed as dist
 from outcore.memory.offload.worker_threads import WorkerTask
 from outcore.run.ranks.current_work import CurrentWork
 
-__all__ = ["WatchedWait"]
-
 LOOK_S = 1.0
 T = TypeVar("T")
 

@@ -22,8 +22,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outcore.scan.cells import CellShape
 
-__all__ = ["KIND", "available", "dot_precision", "fits", "interpreted", "or_none", "power_of_two", "register_warps"]
-
 KIND = {"tanh": 0, "relu": 0, "gru": 1, "lstm": 2}
 _MOST_REGISTERS = 2**15
 """Weights a program may hold, in 4-byte registers: half of a multiprocessor's."""

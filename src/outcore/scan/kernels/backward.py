@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from outcore.scan.cells import CellShape
     from outcore.scan.options import Precision, Solver
 
-__all__ = ["compare", "device_waits", "open_guard", "products", "solve"]
-
 
 def solve(
     adjoint: AdjointRecurrence, chunk: int, solver: Solver | None, precision: Precision

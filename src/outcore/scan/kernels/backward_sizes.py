@@ -12,22 +12,6 @@ from outcore.scan.kernels.weight_gradients import columns
 if TYPE_CHECKING:
     from outcore.scan.cells import CellShape
 
-__all__ = [
-    "FORWARD_PROGRAMS",
-    "FORWARD_WARPS",
-    "PROGRAMS",
-    "ROWS",
-    "STAGES",
-    "WARM_UPS",
-    "WARPS",
-    "product_tile",
-    "sums",
-    "sweep_chunk",
-    "sweep_stages",
-    "sweep_warps",
-    "warm_ups",
-]
-
 WARM_UPS = {"tanh": (64, 256, 1024), "relu": (64, 256, 1024), "gru": (128, 512, 2048), "lstm": (128, 512, 2048)}
 """Steps that a guess comes from, as many as a wrong start usually takes to fade and more; the last only where the
 device waits for the host."""

@@ -21,8 +21,6 @@ from outcore.scan.report import SolveOutcome
 if TYPE_CHECKING:
     from outcore.scan.cells import CellShape, LayerWeights
 
-__all__ = ["advance", "forward"]
-
 
 def advance(
     cell: CellShape, inputs: Tensor, weights: LayerWeights, starts: Tensor, lengths: Tensor | None, chunk: int

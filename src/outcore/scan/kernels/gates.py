@@ -12,9 +12,6 @@ from outcore.scan.kernels.available import available, dot_precision, fits, inter
 if TYPE_CHECKING:
     from outcore.scan.cells import CellShape, LayerWeights
 
-__all__ = ["gru_coefficients", "lstm_coefficients", "lstm_gates", "narrow", "takes"]
-
-
 _TILES = {"gru": (32, 2), "lstm": (32, 2)}
 """Rows of a program at a time, and its warps."""
 _SHARES = 132 * 4

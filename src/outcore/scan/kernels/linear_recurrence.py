@@ -7,8 +7,6 @@ from torch import Tensor
 
 from outcore.scan.kernels.available import available, or_none
 
-__all__ = ["linear_states"]
-
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _TIME_TILE, _CHANNEL_TILE = 64, 16
 

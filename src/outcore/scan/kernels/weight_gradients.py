@@ -12,8 +12,6 @@ from outcore.scan.kernels.available import KIND, available, dot_precision, or_no
 if TYPE_CHECKING:
     from outcore.scan.cells import CellShape
 
-__all__ = ["Summed", "added_up", "columns", "partial_sums", "weight_sums"]
-
 _MOST_COLUMNS = 128
 """States and inputs together; above, a matrix product of cuBLAS has enough to do."""
 _COLUMNS = 32

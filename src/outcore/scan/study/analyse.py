@@ -20,8 +20,6 @@ from outcore.graph import Graph
 from outcore.graph.parts import Call
 from outcore.scan.study.sparsity import JACOBIAN, JacobianPattern, dense, identity, of_layer
 
-__all__ = ["Analysis", "ChainLink", "ScanLevel", "analyse"]
-
 _BYTES_PER_NONZERO = 8
 """A float32 and a 32-bit column."""
 

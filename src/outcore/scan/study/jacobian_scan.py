@@ -21,8 +21,6 @@ from outcore.scan.affine import affine_scan
 from outcore.scan.options import as_bytes
 from outcore.scan.workspace import free_bytes
 
-__all__ = ["chain"]
-
 
 def chain(
     jacobians: Tensor | Sequence[Tensor],

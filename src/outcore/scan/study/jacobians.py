@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from outcore.errors import ScanError
 
-__all__ = ["average_pool_jacobian", "conv_jacobian", "diagonal_jacobian", "jacobian_of", "max_pool_jacobian"]
-
 
 def conv_jacobian(
     weight: Tensor,

@@ -23,8 +23,6 @@ from scipy import sparse
 
 from outcore.ops.registry import Facet, kinds, names
 
-__all__ = ["JACOBIAN", "JacobianPattern", "dense", "identity", "of_layer"]
-
 Form = Literal["elementwise", "reshape", "channel", "window", "adaptive window", "dense"]
 JACOBIAN: Facet[Form] = Facet("jacobian", "where its Jacobian can be non-zero")
 JACOBIAN.add("elementwise", *kinds("activation", "activation with a weight", "identity", "sum", "copy", "cast"))

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from outcore.ops.region import Interval, Region, SlidingWindow, elements
 
-__all__ = ["WidenedInput", "contains", "window_excess", "windows_excess", "worthwhile"]
-
 _MOST = 1.06
 """Elements computed for each wanted one, at most: a copy costs about as much as this share of a convolution."""
 

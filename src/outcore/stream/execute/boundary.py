@@ -12,8 +12,6 @@ from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import PixelLoss, one_pass
 from outcore.stream.source import StreamedImage
 
-__all__ = ["run", "run_loss", "tracked"]
-
 
 class _Boundary(torch.autograd.Function):
     """The streamed part: inputs and parameters in, boundary values out."""

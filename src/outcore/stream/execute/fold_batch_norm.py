@@ -27,8 +27,6 @@ from outcore.stream.rules.convolve import Convolution, Finished
 from outcore.stream.rules.normalise import Affine, Frozen
 from outcore.stream.rules.pointwise import Pointwise
 
-__all__ = ["finish", "fold"]
-
 
 def fold(network: RegionNetwork) -> None:
     """Replace the frozen batch norms of a network, in place."""

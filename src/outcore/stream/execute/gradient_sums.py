@@ -8,8 +8,6 @@ import torch
 
 from outcore.stream.rules.reduce import wide
 
-__all__ = ["GradientSums"]
-
 
 class GradientSums:
     """One running sum per parameter, in float32 or better."""

@@ -9,8 +9,6 @@ import torch
 
 from outcore.ops.region import Region
 
-__all__ = ["MapStore", "cut", "memory_format"]
-
 
 def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """A view of a region."""

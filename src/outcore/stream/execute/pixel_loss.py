@@ -24,10 +24,8 @@ from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.step_context import PrefetchedPixels
 from outcore.stream.execute.tile_classes import StreamTile
 from outcore.stream.execute.tile_schedule import PassStep
-from outcore.stream.pixel_dims import has_channels_last
+from outcore.stream.network import has_channels_last
 from outcore.stream.source import StreamedImage
-
-__all__ = ["PixelLoss", "one_pass", "pixel_loss_of", "target_region"]
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

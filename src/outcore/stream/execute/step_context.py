@@ -24,8 +24,6 @@ from outcore.stream.plan.passes import TilePass, TilePasses
 from outcore.stream.rules.border import sliced
 from outcore.stream.source import StreamedImage
 
-__all__ = ["PrefetchedPixels", "StepContext", "TileCounts", "TileOptions"]
-
 
 @dataclass(frozen=True)
 class PrefetchedPixels:

@@ -27,8 +27,6 @@ from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 
-__all__ = ["StreamTile", "TileClasses"]
-
 _PLANS = 64
 """Plans that are remembered for a stage."""
 

@@ -22,8 +22,6 @@ from outcore.stream.plan.tiles import TilePlan
 if TYPE_CHECKING:
     from outcore.stream.execute.tile_classes import StreamTile
 
-__all__ = ["IdenticalTiles", "TileDedup", "colour", "signature"]
-
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 

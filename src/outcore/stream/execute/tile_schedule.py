@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from outcore.errors import ProgramError
 from outcore.program import Backward, Forward
+from outcore.program.checker.rules import InstructionAt
 from outcore.program.checker.script_rules import check_scripts
-from outcore.program.index import InstructionAt
 from outcore.program.script import Pass, Run, Script, Tile
 from outcore.stream.plan.passes import TilePasses
-
-__all__ = ["GlobalsStep", "PassStep", "TileSchedule", "compile_tiles"]
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,16 @@ from outcore.cost.predicted.rough import by_bytes, scaled, without_gaps
 from outcore.errors import CaptureError, PlanError
 from outcore.graph import capture
 from outcore.graph.record.recording import Ref, Tape, fill
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
 from outcore.memory.offload.bandwidth import memory_rate
-from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.script import link_of
 from outcore.program import Links
 from outcore.program.policies import parse_policies, policies_to_json
 from outcore.program.script import Script
-from outcore.stream.arguments import device_of
 from outcore.stream.plan.prepared import PreparedStream
-
-__all__ = ["UntiledTail"]
 
 _SEARCH_S = 1.0
 """Seconds of search for policies at one boundary; several are tried."""

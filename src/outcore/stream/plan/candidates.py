@@ -19,8 +19,8 @@ from typing import Any
 from outcore.cost.costs import Costs
 from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
+from outcore.graph.structure import device_of
 from outcore.ops.region import elements
-from outcore.stream.arguments import device_of
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.choose import CandidateOutline, TileCandidate
@@ -30,8 +30,6 @@ from outcore.stream.plan.step_figures import HOST_BYTES_PER_S
 from outcore.stream.plan.tile_memory import StreamBytes, largest_tile, predict_bytes, tile_bytes
 from outcore.stream.plan.tiles import Grid
 from outcore.stream.plan.time_model import TileTimes
-
-__all__ = ["StreamCandidates", "StreamLimits"]
 
 _SMALLEST_TILE = 32
 _STRIPS = 8

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from outcore.errors import PlanError
 from outcore.machine.units import format_bytes
 
-__all__ = ["CandidateOutline", "OrderedCandidates", "TileCandidate", "choose", "worth"]
-
 _HOPE = 1.05
 """A candidate is tried if its rough bytes are at most so many times the budget."""
 

@@ -27,8 +27,6 @@ from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
 from outcore.stream.network import RegionNetwork, RegionNode
 
-__all__ = ["TilePass", "TilePasses", "divide", "reach"]
-
 
 @dataclass(frozen=True)
 class TilePass:

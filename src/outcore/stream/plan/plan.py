@@ -25,21 +25,18 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.graph.structure import device_of
 from outcore.machine.units import counted, format_bytes, parse_bytes
 from outcore.program import Program, Timeline
-from outcore.stream.arguments import device_of
 from outcore.stream.plan.candidates import StreamCandidates, StreamLimits
 from outcore.stream.plan.choose import OrderedCandidates, TileCandidate, choose, worth
 from outcore.stream.plan.prepared import StreamMode, bound
-from outcore.stream.plan.script import emit
+from outcore.stream.plan.script import StreamedProgram, emit
 from outcore.stream.plan.step_figures import StepFigures
-from outcore.stream.plan.streamed_program import StreamedProgram
 from outcore.stream.plan.tile_memory import StreamBytes
 
 if TYPE_CHECKING:
     from outcore.stream.streamed import Streamed
-
-__all__ = ["StreamPlan", "how_of", "plan_by_hand", "plan_tiles"]
 
 _MARGIN = {"cuda": 0.08}
 """Share of the budget for the workspaces of kernels."""

@@ -17,8 +17,6 @@ from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePasses, divide
 from outcore.stream.plan.tiles import Grid, grid
 
-__all__ = ["PreparedStream", "StreamMode", "bound", "cut_up", "divided"]
-
 
 @dataclass(frozen=True)
 class StreamMode:

@@ -20,8 +20,6 @@ from outcore.program.plan.document import Plan, PredictedStep
 from outcore.program.plan.stage_names import name_stages
 from outcore.stream.plan.plan import StreamPlan
 
-__all__ = ["StreamedStep"]
-
 
 @dataclass(frozen=True)
 class StreamedStep:

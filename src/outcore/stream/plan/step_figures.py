@@ -24,8 +24,6 @@ from outcore.stream.plan.tile_memory import StreamBytes, held_elements, tile_byt
 from outcore.stream.plan.tiles import TilePlan, plan_tile
 from outcore.stream.plan.time_model import TileTimes
 
-__all__ = ["HOST_BYTES_PER_S", "StepFigures", "TileCost"]
-
 HOST_BYTES_PER_S = 1e10
 """Of copies between a device and maps in host memory."""
 

@@ -10,21 +10,19 @@ it).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outcore.cost.measured.live_bytes import LiveBytes
-from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.record.preserve import state_restored
 from outcore.graph.record.recording import Ref, Tape
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
 from outcore.ops.region import elements, sizes
-from outcore.stream.arguments import device_of
 from outcore.stream.call import RuleContext
 from outcore.stream.execute.tile_run import run_tile
 from outcore.stream.execute.untiled_tail import UntiledTail
@@ -35,9 +33,6 @@ from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
 from outcore.stream.rules.pool import MaxPool
-
-__all__ = ["StreamBytes", "TileBytes", "held_elements", "largest_tile", "predict_bytes", "tile_bytes"]
-
 
 _WORTH_TRYING = 0.6
 """Tiles with a smaller share of the elements of the largest, in whatever pass, are assumed to need fewer bytes."""
@@ -175,7 +170,7 @@ def _tail_bytes(prepared: PreparedStream, *, training: bool) -> int:
     if not prepared.tail:
         return 0
     device = device_of(network.model)
-    with _unchanged(network.model), FakeTensorMode(allow_non_fake_inputs=True):
+    with state_restored(network.model), FakeTensorMode(allow_non_fake_inputs=True):
         values = {
             name: torch.empty(network.shapes[name], dtype=network.dtypes[name], device=device)
             for name in (*prepared.streaming.boundary, *network.graph.inputs)
@@ -256,13 +251,3 @@ def predict_bytes(
         read=pixels * (workers + 1),
         training=training,
     )
-
-
-@contextlib.contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A context after which the model's tensors are its own and the real buffers that count batches are as before."""
-    state = ModelState(model, state_tensors(model))
-    try:
-        yield
-    finally:
-        state.restore()

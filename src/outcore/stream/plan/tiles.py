@@ -19,8 +19,6 @@ from outcore.stream.execute.border_padding import WidenedInput, contains
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass
 
-__all__ = ["Grid", "TilePlan", "grid", "plan_tile", "trace"]
-
 
 @dataclass(frozen=True)
 class Grid:

@@ -16,8 +16,6 @@ from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass, TilePasses
 from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 
-__all__ = ["TileTimes"]
-
 _CALL_S = 4e-5
 """The interpreter's time for one operation of one tile."""
 

@@ -13,8 +13,6 @@ from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, whole
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 
-__all__ = ["Along"]
-
 
 @dataclass(frozen=True)
 class Along:

@@ -16,8 +16,6 @@ from outcore.stream.rules.border import Reading
 from outcore.stream.rules.pointwise import Pointwise
 from outcore.stream.rules.reshape import Reshape
 
-__all__ = ["Padding", "Permute", "Shuffle"]
-
 
 @dataclass(frozen=True)
 class Permute:

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from outcore.ops.region import Border, Interval, Region, inside
 from outcore.stream.execute.map_store import memory_format
 
-__all__ = ["Reading", "sliced"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:

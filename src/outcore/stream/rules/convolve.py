@@ -1,7 +1,16 @@
-"""Convolutions and transposed convolutions of one to three dimensions."""
+"""Convolutions and transposed convolutions of one to three dimensions.
+
+The epilogue of a convolution (add the shift, add the skip, apply ReLU) is one pass. After folding
+(`outcore.stream.execute.fold_batch_norm`) a residual block is convolutions with a shift per channel, a sum and ReLUs.
+Written out, these are three passes over memory that the convolution has just written, and they cost more than the
+convolution. On a GPU they are one Triton kernel, in place; backward masks the gradient and sums it per channel in one
+more. Elsewhere the same is done by torch's own operations.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +23,7 @@ from outcore.ops.region import Region, SlidingWindow, TransposedWindow, whole
 from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess, worthwhile
-from outcore.stream.execute.conv_epilogue import finish
 from outcore.stream.rules.border import Reading, sliced
-
-__all__ = ["Convolution", "Finished", "TransposedConvolution"]
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -223,3 +229,56 @@ def _transposed(call: StreamCall) -> TransposedConvolution:
     low = each(given["padding"], count)
     spreads = tuple(TransposedWindow(*w) for w in zip(shapes[0][-count:], kernel, stride, dilation, low, strict=True))
     return TransposedConvolution(operands, shapes, spreads, given["groups"])
+
+
+@functools.cache
+def _triton() -> Any:
+    try:
+        from outcore.kernels import bias_relu
+    except ImportError:
+        return None
+    return bias_relu
+
+
+def is_fused(y: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether the kernel takes these: 2-D images on a GPU, channels last."""
+    if not (y.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or y.dim() != 4 or _is_fake(y) or _triton() is None:
+        return False
+    if y.shape[1] == 1 or not y.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return residual is None or (residual.shape == y.shape and residual.stride(1) == 1 and residual.dtype == y.dtype)
+
+
+def finish(y: torch.Tensor, shift: torch.Tensor, residual: torch.Tensor | None, relu: bool) -> torch.Tensor:
+    """relu(y + shift + residual); y may be overwritten."""
+    if is_fused(y, residual):
+        made: torch.Tensor = _Finish.apply(y, shift, residual, relu)  # type: ignore[no-untyped-call]
+        return made
+    y = y + shift.to(y.dtype).reshape(1, -1, *(1,) * (y.dim() - 2))
+    y = y + residual if residual is not None else y
+    return F.relu(y) if relu else y
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, shift: torch.Tensor, residual: torch.Tensor | None, relu: bool
+    ) -> torch.Tensor:
+        _triton().biased(y, shift, residual, relu=relu, rounded=False)
+        ctx.mark_dirty(y)
+        ctx.relu, ctx.has_residual, ctx.dtype = relu, residual is not None, shift.dtype
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (z,) = ctx.saved_tensors
+        gradient = gradients[0].contiguous(memory_format=torch.channels_last)
+        result, summed = _triton().gradients(gradient, z, ctx.dtype, relu=ctx.relu)
+        return result, summed, result if ctx.has_residual else None, None
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

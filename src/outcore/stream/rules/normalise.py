@@ -20,8 +20,6 @@ from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.rules.reduce import Moments
 
-__all__ = ["Affine", "Apply", "Frozen", "Norm"]
-
 
 @dataclass(frozen=True)
 class Norm:

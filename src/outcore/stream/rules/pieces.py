@@ -12,8 +12,6 @@ from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, clip
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 
-__all__ = ["Join", "Slice"]
-
 
 @dataclass(frozen=True)
 class Join:

@@ -1,7 +1,15 @@
-"""Element by element, with broadcasting."""
+"""Element by element, with broadcasting.
+
+Random numbers are a function of where they are used. A tile is computed more than once (two passes, overlapping halos)
+and in any order; a mask must be the same each time. So no generator is advanced: the number at a position is a hash of
+(seed, call, position), mixed as in Steele, Lea and Flood's SplitMix (OOPSLA 2014). The masks therefore do not depend on
+the tiling or on the device; they are *not* those that torch's own generator would give, which depend on the order of
+drawing.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
-from outcore.ops.region import Region
+from outcore.ops.region import Region, sizes
 from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
-from outcore.stream.rules.random import keep_mask
-
-__all__ = ["Dropout", "Pointwise"]
 
 _KINDS = "activation, identity, sum, product, arithmetic, selection, comparison, cast, copy"
 
@@ -136,3 +141,27 @@ def _dropout(call: StreamCall) -> RegionRule:
     if call.operation in kinds("alpha dropout"):
         raise NotStreamable("alpha dropout has no rule")
     return Dropout((source,), call.name, call.shape, rate, call.operation != "dropout")
+
+
+_MASK = (1 << 32) - 1
+
+
+def keep_mask(
+    region: Region, shape: tuple[int, ...], rate: float, key: tuple[Any, ...], device: torch.device
+) -> torch.Tensor:
+    """Which elements of a region are kept, each with chance 1 - rate."""
+    start = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little")
+    state = torch.full((1,) * len(shape), start, dtype=torch.int64, device=device)
+    for dim, (lo, hi) in enumerate(region):
+        view = [1] * len(shape)
+        view[dim] = hi - lo
+        index = torch.arange(lo, hi, dtype=torch.int64, device=device).view(view)
+        state = _mix((state * 0x9E3779B1 + index + 1) & _MASK)
+    return (_mix(state) >= int(rate * 2**32)).expand(sizes(region))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Spread every bit over all 32."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)

@@ -19,8 +19,6 @@ from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean
 
-__all__ = ["MAX_POOLS", "AdaptiveAverage", "AveragePool", "MaxPool", "max_windows"]
-
 MAX_POOLS: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 

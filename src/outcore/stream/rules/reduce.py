@@ -20,8 +20,6 @@ from outcore.ops.region import Region
 from outcore.stream.call import NotStreamable, RegionRule, StreamCall, rule
 from outcore.stream.rules.along_dims import Along
 
-__all__ = ["Largest", "Mean", "Moments"]
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision to add up in."""

@@ -14,8 +14,6 @@ from outcore.ops.region import AdaptiveWindow, InterpolationWindow, Interval, Re
 from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.pool import AdaptiveAverage
 
-__all__ = ["Interpolation"]
-
 _KINDS: dict[str, Any] = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
 
 

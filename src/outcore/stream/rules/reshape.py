@@ -21,8 +21,6 @@ from outcore.graph.record.recording import Ref
 from outcore.ops.region import Interval, Region, sizes
 from outcore.stream.call import NotStreamable, RuleContext
 
-__all__ = ["Reshape"]
-
 Group = tuple[tuple[int, ...], tuple[int, ...]]
 """Neighbouring dimensions of the operand, and of the output, with as many elements."""
 

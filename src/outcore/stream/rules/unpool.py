@@ -21,8 +21,6 @@ from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.pool import MAX_POOLS, MaxPool, max_windows
 
-__all__ = ["MaxPositions", "Unpool"]
-
 
 @dataclass(frozen=True)
 class MaxPositions(MaxPool):

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from outcore.graph.reads import function_caches as module
-from outcore.graph.reads.function_caches import function_caches
+from outcore.graph.record import preserve as module
+from outcore.graph.record.preserve import function_caches
 
 
 @functools.lru_cache

@@ -6,20 +6,22 @@ from collections.abc import Callable
 
 import pytest
 
-from outcore.memory.saved_tensors.allocator_overhead import Tried, least_overhead
+from outcore.memory.saved_tensors.trial_steps import TriedOverhead, least_overhead
 
 BUDGET = 1000_000
 
 
-def tried(taken: Callable[[int], int], least: int | None = None) -> tuple[list[int], Callable[[int], Tried | None]]:
+def tried(
+    taken: Callable[[int], int], least: int | None = None
+) -> tuple[list[int], Callable[[int], TriedOverhead | None]]:
     """An allocator that takes so much when so much is left free, and which plans there are."""
     asked: list[int] = []
 
-    def attempt(free: int) -> Tried | None:
+    def attempt(free: int) -> TriedOverhead | None:
         asked.append(free)
         if least is not None and BUDGET - free < least:
             return None
-        return Tried(free, taken(free), 1.0 + free / BUDGET)
+        return TriedOverhead(free, taken(free), 1.0 + free / BUDGET)
 
     return asked, attempt
 
@@ -66,9 +68,9 @@ def test_the_smallest_plan_is_found_where_only_it_holds() -> None:
 def test_what_costs_no_time_is_not_made_finer() -> None:
     asked: list[int] = []
 
-    def attempt(free: int) -> Tried:
+    def attempt(free: int) -> TriedOverhead:
         asked.append(free)
-        return Tried(free, 2 * BUDGET if free < 10_000 else BUDGET // 2, 1.0)
+        return TriedOverhead(free, 2 * BUDGET if free < 10_000 else BUDGET // 2, 1.0)
 
     assert least_overhead(attempt, BUDGET).taken_bytes == BUDGET // 2
     assert len(asked) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outcore.machine.link import Link
 from outcore.planner import Pipeline, RankLink
 from outcore.planner.partition.strategies import PartitionTask
-from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES, simulate_candidate
+from outcore.planner.pipeline.lower import SCHEDULE_NAMES, simulate_candidate
 from outcore.program import Links, Stages, compile_program, simulate
 from tests.planner.nets import Net, nets, valid_cuts
 from tests.planner.partition.test_partition import PIPELINES, ROUTE
@@ -70,7 +70,7 @@ def test_one_replica_stands_for_all(
 def test_a_long_program_is_counted_on_from_short_ones(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Stages.uniform(4, saved_bytes=3, edge_bytes=1, gradient_bytes=2)
     whole = simulate_candidate(stages, pipeline, 1, RankLink(4.0, 0.25))
-    monkeypatch.setattr("outcore.planner.pipeline.simulate_candidate._LARGEST", 120)
+    monkeypatch.setattr("outcore.planner.pipeline.lower._LARGEST", 120)
     short = simulate_candidate(stages, pipeline, 1, RankLink(4.0, 0.25))
     assert short.judge != whole.judge == "simulated"
     assert short.time_s == pytest.approx(whole.time_s, rel=0.02) and short.bubble == pytest.approx(

@@ -13,7 +13,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
-from outcore.planner.memory.frontier import frontier
+from outcore.planner.memory.plan import frontier
 from outcore.planner.memory.search import fit, smallest
 from outcore.program.policies import KEEP, RECOMPUTE
 

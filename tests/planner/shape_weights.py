@@ -15,7 +15,7 @@ from math import prod
 from outcore.cost.predicted.saved_bytes import kept
 from outcore.graph import Call, Graph, Value
 from outcore.ops.registry import find
-from outcore.ops.views import WITHOUT_WORK
+from outcore.ops.traits import WITHOUT_WORK
 from outcore.planner.pipeline.call_weights import CallWeight, CallWeights, fixed_tensors
 
 __all__ = ["weights_from_shapes"]
@@ -63,7 +63,7 @@ def weights_from_shapes(
             parameters,
             {p: fixed[p] for p in call.parameters if p in fixed},
         )
-    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="shapes")
+    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s, launch_s)
 
 
 def _trained(graph: Graph) -> dict[str, int]:
