@@ -3,6 +3,7 @@
     make mutants                                     300 mutants, table in dist/mutants.md
     python -m tests.mutation --count 40 --packages planner cost --seed 7
     python -m tests.mutation --tests program planner     what these folders of tests notice
+    python -m tests.mutation --named                     defects that once were not noticed
     python -m tests.mutation --minutes 8                 a piece of it; the same command goes on where it stopped
 
 First all quick tests run once, to know what each reaches; that is kept in dist/mutation until a file of tests changes.
@@ -19,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.mutation.defects import LOOSE, Mutant, draw
+from tests.mutation.named import named
 from tests.mutation.trial import ROOT, Tests
 
 ENDS = ("killed", "survived", "unreached")
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
+    parser.add_argument("--named", action="store_true", help="the defects of tests/mutation/named.py")
     given = parser.parse_args()
     until = time.monotonic() + 60 * given.minutes
     given.records.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,8 @@ def main() -> None:
         rows.unlink(missing_ok=True)
     known = {row["key"]: row for row in map(json.loads, rows.read_text().splitlines())} if rows.exists() else {}
     source, done = tests.tree / "src" / "outcore", list[Mutant]()
-    for mutant in draw(source, given.count, given.packages, given.seed):
+    drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
+    for mutant in drawn:
         content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
         key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
         if key in known:
