@@ -33,10 +33,10 @@ class Tests:
     """The quick tests in a copy of the repository, and what is known of them."""
 
     def __init__(self, tree: Path, records: Path, folders: list[str]) -> None:
-        self.tree, self.records, self.changes = tree, records, 0
+        self.tree, self.records, self.changes = tree.resolve(), records.resolve(), 0
         self.reach = reach.Reach()
-        copy(tree)
-        self.groups = reach.groups(tree, folders, LOOSE)
+        copy(self.tree)
+        self.groups = reach.groups(self.tree, folders, LOOSE)
 
     def watch(self, until: float) -> bool:
         """Find out what the tests reach that have changed since it was asked; false where the time was too short."""
@@ -54,7 +54,8 @@ class Tests:
                 began = time.monotonic()
                 code = self.call(files, 1800, partial(reach.Watch, marks, stored), kernels)
                 del os.environ["MUTATION_MARKS"]
-                print(f"{time.monotonic() - began:6.1f} s  {name}: {self.said()[-1:]}", flush=True)
+                print(f"{time.monotonic() - began:6.1f} s  {name}: {' '.join(self.said()[-1:])}", flush=True)
+                print("".join(f"  left out: {line}\n" for line in self.said() if line.startswith("FAILED")), end="")
                 if code not in PASSED_OR_NOT:
                     raise RuntimeError("\n".join(self.said()))
             self.reach.add(stored)
