@@ -134,8 +134,8 @@ class Marks:
 class Watch:
     """A plugin of pytest that writes down what each test reached, how long it took, and whether it passed."""
 
-    def __init__(self, marks: Marks, out: Path) -> None:
-        self.marks, self.out = marks, out
+    def __init__(self, marks: Marks, stored: dict[str, Path]) -> None:
+        self.marks, self.stored = marks, stored
         self.rows: list[tuple[str, float, Any]] = []
         self.shared: dict[str, Any] = {}
         """By file, what was reached on behalf of all of its tests: by fixtures of a wider scope, through caches."""
@@ -169,31 +169,32 @@ class Watch:
             self.shared[file] = self.shared.get(file, False) | self.reached
 
     def pytest_sessionfinish(self) -> None:
-        reached = np.array([row[2] for row in self.rows]) if self.rows else np.zeros((0, len(self.marks.names)), bool)
-        some = reached.any(axis=0)
-        np.savez_compressed(
-            self.out,
-            tests=np.array([row[0] for row in self.rows]),
-            seconds=np.array([row[1] for row in self.rows]),
-            blocks=self.marks.names[some],
-            reached=np.packbits(reached[:, some], axis=0),
-        )
+        for file, stored in self.stored.items():
+            store(stored, [row for row in self.rows if row[0].startswith(f"{file}::")], self.marks.names)
 
 
-def groups(tree: Path, folders: list[str], loose: str, size: int = 6) -> list[tuple[str, list[str]]]:
-    """A few files of tests each, with a name that changes when one of them does."""
-    found: dict[str, list[str]] = defaultdict(list)
+def store(target: Path, rows: list[tuple[str, float, Any]], names: Any) -> None:
+    """Keep what the tests of a file reach."""
+    reached = np.array([row[2] for row in rows]) if rows else np.zeros((0, len(names)), bool)
+    some = reached.any(axis=0)
+    np.savez_compressed(
+        target,
+        tests=np.array([row[0] for row in rows], dtype=np.str_),
+        seconds=np.array([row[1] for row in rows]),
+        blocks=names[some],
+        reached=np.packbits(reached[:, some], axis=0),
+    )
+
+
+def records(tree: Path, folders: list[str], loose: str, kept: Path) -> dict[str, Path]:
+    """By file of tests, where what is known of it is kept, under a name that changes when it does."""
+    found = {}
     for path in sorted((tree / "tests").rglob("test_*.py")):
         parts = path.relative_to(tree / "tests").parts
         if not folders or (parts[0] if len(parts) > 1 else loose) in folders:
-            found[".".join(parts[:-1]) or loose].append(str(path.relative_to(tree)))
-    chosen = []
-    for name, files in found.items():
-        for begin in range(0, len(files), size):
-            some = files[begin : begin + size]
-            content = hashlib.sha256(b"".join((tree / file).read_bytes() for file in some)).hexdigest()[:12]
-            chosen.append((f"{name}-{begin // size}-{content}", some))
-    return chosen
+            content = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            found[str(path.relative_to(tree))] = kept / f"{'.'.join(parts)}-{content}.npz"
+    return found
 
 
 class Reach:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -33,31 +34,31 @@ class Tests:
     """The quick tests in a copy of the repository, and what is known of them."""
 
     def __init__(self, tree: Path, records: Path, folders: list[str]) -> None:
-        self.tree, self.records, self.changes = tree.resolve(), records.resolve(), 0
-        self.reach = reach.Reach()
+        self.tree, self.changes, self.reach = tree.resolve(), 0, reach.Reach()
         copy(self.tree)
-        self.groups = reach.groups(self.tree, folders, LOOSE)
+        self.records = reach.records(self.tree, folders, LOOSE, records.resolve())
 
     def watch(self, until: float) -> bool:
         """Find out what the tests reach that have changed since it was asked; false where the time was too short."""
         marks = None
-        for name, files in self.groups:
-            kernels = any(file.startswith(KERNELS) for file in files)
-            stored = self.records / f"{name}.npz"
+        by_folder = defaultdict(list)
+        for file, stored in self.records.items():
             if not stored.exists():
-                if time.monotonic() > until:
-                    return False
-                for old in self.records.glob(f"{name[:-12]}????????????.npz"):
-                    old.unlink()
-                marks = marks or reach.Marks(self.tree / "src" / "outcore", self.tree / "marks" / "bytes")
-                os.environ |= reach.environment(marks)
-                began = time.monotonic()
-                code = self.call(files, 1800, partial(reach.Watch, marks, stored), kernels)
-                del os.environ["MUTATION_MARKS"]
-                print(f"{time.monotonic() - began:6.1f} s  {name}: {' '.join(self.said()[-1:])}", flush=True)
-                print("".join(f"  left out: {line}\n" for line in self.said() if line.startswith("FAILED")), end="")
-                if code not in PASSED_OR_NOT:
-                    raise RuntimeError("\n".join(self.said()))
+                by_folder[Path(file).parent].append(file)
+        for files in [some[i : i + 6] for some in by_folder.values() for i in range(0, len(some), 6)]:
+            if time.monotonic() > until:
+                return False
+            marks = marks or reach.Marks(self.tree / "src" / "outcore", self.tree / "marks" / "bytes")
+            os.environ |= reach.environment(marks)
+            began, kernels = time.monotonic(), any(file.startswith(KERNELS) for file in files)
+            watch = partial(reach.Watch, marks, {file: self.records[file] for file in files})
+            code = self.call(files, 1800, watch, kernels)
+            del os.environ["MUTATION_MARKS"]
+            print(f"{time.monotonic() - began:6.1f} s  {files[0]} ...: {' '.join(self.said()[-1:])}", flush=True)
+            print("".join(f"  left out: {line}\n" for line in self.said() if line.startswith("FAILED")), end="")
+            if code not in PASSED_OR_NOT:
+                raise RuntimeError("\n".join(self.said()))
+        for stored in self.records.values():
             self.reach.add(stored)
         return True
 
