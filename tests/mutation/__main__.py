@@ -51,11 +51,13 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=[], help=f"folders of tests ({LOOSE}: those beside them); all")
     parser.add_argument("--records", type=Path, default=ROOT / "dist" / "mutation", help="keeps what each test reaches")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
+    parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
     parser.add_argument("--named", action="store_true", help="the defects of tests/mutation/named.py")
     given = parser.parse_args()
     until = time.monotonic() + 60 * given.minutes
+    given.out, given.records = given.out.resolve(), given.records.resolve()
     given.records.mkdir(parents=True, exist_ok=True)
     for name in ("torch", "pytest", "numpy", "scipy.optimize", "scipy.sparse", "typer", "rich"):
         __import__(name)
@@ -68,7 +70,8 @@ def main() -> None:
     known = {row["key"]: row for row in map(json.loads, rows.read_text().splitlines())} if rows.exists() else {}
     source, done = tests.tree / "src" / "outcore", list[Mutant]()
     drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
-    for mutant in drawn:
+    part, parts = map(int, given.part.split("/"))
+    for mutant in drawn[part::parts]:
         content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
         key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
         if key in known:

@@ -177,13 +177,15 @@ def store(target: Path, rows: list[tuple[str, float, Any]], names: Any) -> None:
     """Keep what the tests of a file reach."""
     reached = np.array([row[2] for row in rows]) if rows else np.zeros((0, len(names)), bool)
     some = reached.any(axis=0)
+    aside = target.with_name(f"{os.getpid()}.npz")
     np.savez_compressed(
-        target,
+        aside,
         tests=np.array([row[0] for row in rows], dtype=np.str_),
         seconds=np.array([row[1] for row in rows]),
         blocks=names[some],
         reached=np.packbits(reached[:, some], axis=0),
     )
+    aside.replace(target)
 
 
 def records(tree: Path, folders: list[str], loose: str, kept: Path) -> dict[str, Path]:
