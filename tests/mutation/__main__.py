@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=[], help=f"folders of tests ({LOOSE}: those beside them); all")
     parser.add_argument("--records", type=Path, default=ROOT / "dist" / "mutation", help="keeps what each test reaches")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
+    parser.add_argument("--file-seconds", type=float, default=1e9, help="of tests per file while watching, at most")
     parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
@@ -62,7 +63,7 @@ def main() -> None:
     for name in ("torch", "pytest", "numpy", "scipy.optimize", "scipy.sparse", "typer", "rich"):
         __import__(name)
     tests = Tests(given.out.with_suffix(".tree"), given.records, given.tests)
-    if not tests.watch(until) or given.watch:
+    if not tests.watch(until, given.file_seconds) or given.watch:
         return
     rows = given.out.with_suffix(".jsonl")
     if given.again:

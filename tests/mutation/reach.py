@@ -134,8 +134,9 @@ class Marks:
 class Watch:
     """A plugin of pytest that writes down what each test reached, how long it took, and whether it passed."""
 
-    def __init__(self, marks: Marks, stored: dict[str, Path]) -> None:
-        self.marks, self.stored = marks, stored
+    def __init__(self, marks: Marks, stored: dict[str, Path], file_s: float) -> None:
+        self.marks, self.stored, self.file_s = marks, stored, file_s
+        self.spent: dict[str, float] = defaultdict(float)
         self.rows: list[tuple[str, float, Any]] = []
         self.shared: dict[str, Any] = {}
         """By file, what was reached on behalf of all of its tests: by fixtures of a wider scope, through caches."""
@@ -144,6 +145,11 @@ class Watch:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.reached = self.marks.take() & False
         self.began, self.good = time.monotonic(), True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if self.spent[item.nodeid.partition("::")[0]] > self.file_s:
+            pytest.skip("its file has had its time")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[Any]:
@@ -163,6 +169,7 @@ class Watch:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.reached |= self.marks.take()
         file = nodeid.partition("::")[0]
+        self.spent[file] += time.monotonic() - self.began
         if self.good:
             self.rows.append((nodeid, time.monotonic() - self.began, self.reached | self.shared.get(file, False)))
         if "cache" in Path(file).read_text():

@@ -39,7 +39,7 @@ class Tests:
         copy(self.tree)
         self.records = reach.records(self.tree, folders, LOOSE, records.resolve())
 
-    def watch(self, until: float) -> bool:
+    def watch(self, until: float, file_s: float) -> bool:
         """Find out what the tests reach that have changed since it was asked; false where the time was too short."""
         marks = None
         by_folder = defaultdict(list)
@@ -56,7 +56,7 @@ class Tests:
             marks = marks or reach.Marks(self.tree / "src" / "outcore", self.tree / "marks" / "bytes")
             os.environ |= reach.environment(marks)
             began, kernels = time.monotonic(), any(file.startswith(KERNELS) for file in files)
-            watch = partial(reach.Watch, marks, {file: self.records[file] for file in files})
+            watch = partial(reach.Watch, marks, {file: self.records[file] for file in files}, file_s)
             code = self.call(files, 1800, watch, kernels)
             del os.environ["MUTATION_MARKS"]
             print(f"{time.monotonic() - began:6.1f} s  {files[0]} ...: {' '.join(self.said()[-1:])}", flush=True)
