@@ -63,7 +63,7 @@ def main() -> None:
     for name in ("torch", "pytest", "numpy", "scipy.optimize", "scipy.sparse", "typer", "rich"):
         __import__(name)
     tests = Tests(given.out.with_suffix(".tree"), given.records, given.tests)
-    if not tests.watch(until, given.file_seconds) or given.watch:
+    if not given.named and (not tests.watch(until, given.file_seconds) or given.watch):
         return
     rows = given.out.with_suffix(".jsonl")
     if given.again:

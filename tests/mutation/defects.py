@@ -49,6 +49,8 @@ class Mutant:
     end: str = ""
     by: str = ""
     time_s: float = 0.0
+    tests: str = ""
+    """The file of tests that is asked; where none is named, those that reach the block."""
 
     @property
     def package(self) -> str:

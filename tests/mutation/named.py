@@ -11,6 +11,24 @@ from tests.mutation.defects import Mutant
 
 BACK = "max(now, self.copied_out[of].get(copy.value, now))"
 CONVERGED = "(4 * eps * size + eps * eps * size.amax())"
+KILLED = "test_nothing_is_lost_beyond_the_last_checkpoint_when_a_rank_is_killed"
+TESTS = {
+    "memory/replay/replay_buffer.py": "tests/memory/test_replays.py",
+    "memory/saved_tensors/saved_buffer.py": "tests/memory/test_replays.py",
+    "memory/saved_tensors/managed_forward.py": "tests/memory/test_replays.py",
+    "planner/pipeline/search.py": "tests/planner/test_choosing.py",
+    "planner/memory/evaluate.py": "tests/planner/test_evaluate.py",
+    "planner/memory/copy_schedule.py": "tests/planner/test_evaluate.py",
+    "cost/predicted/step_memory.py": "tests/cost/test_sums_of_gradients.py",
+    "program/simulator/simulate.py": "tests/program/test_waiting.py",
+    "run/engine/update.py": "tests/run/test_branching.py",
+    "stream/plan/tiles.py": "tests/stream/plan/test_tiles.py",
+    "scan/backward.py": "tests/scan/test_settling.py",
+    "graph/record/recorder.py": "tests/graph/test_memory_format_of_writes.py",
+    "train/position.py": "tests/train/test_position.py",
+    "run/engine/engine.py": f"tests/run/test_checkpoints.py::{KILLED}",
+}
+"""By file of the source, the tests that state what it should do."""
 NAMED = [
     ("memory/replay/replay_buffer.py", "if memory._version != self.version and", "if False and"),
     ("memory/saved_tensors/saved_buffer.py", "(not self.away and memory._version != self.version)", "False"),
@@ -45,6 +63,8 @@ NAMED = [
     ("graph/record/recorder.py", "elif self.real and name in _EXPORTS:", "elif False:"),
     ("graph/record/recorder.py", "after |= self._memories.write(name, written)", "self._memories.write(name, written)"),
     ("train/position.py", "if math.isfinite(loss):", "if True:"),
+    ("run/engine/engine.py", "return self.engine_state.load(path)", 'raise CheckpointError("never")'),
+    ("run/engine/engine.py", "return self.engine_state.load(path)", "return None"),
 ]
 
 
@@ -59,5 +79,17 @@ def named(source: Path) -> list[Mutant]:
             )
         start = data.index(old.encode())
         line = data.count(b"\n", 0, start) + 1
-        found.append(Mutant(file, line, "", "by hand", start, start + len(old.encode()), new, shown=f"{old} -> {new}"))
+        found.append(
+            Mutant(
+                file,
+                line,
+                "",
+                "by hand",
+                start,
+                start + len(old.encode()),
+                new,
+                shown=f"{old} -> {new}",
+                tests=TESTS[file],
+            )
+        )
     return found

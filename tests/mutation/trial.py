@@ -89,7 +89,7 @@ class Tests:
             for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
                 del sys.modules[name]  # the copy has its own
             os.environ["PYTHONPATH"] = f"{self.tree}/src:{self.tree}"
-            which = "not slow and not gpu"
+            which = "not gpu" if "::" in arguments[-1] and not self.reach.tests else "not slow and not gpu"
             if kernels:
                 os.environ["TRITON_INTERPRET"] = "1"
             else:
@@ -137,8 +137,8 @@ class Tests:
 
     def try_out(self, mutant: Mutant, seconds: float) -> None:
         """Put the defect in, run tests that reach it, take it out."""
-        chosen, able = self.chosen_for(mutant, seconds)
-        total = sum(self.reach.seconds[name] for name in chosen)
+        chosen, able = ([mutant.tests], 1) if mutant.tests else self.chosen_for(mutant, seconds)
+        total = sum(self.reach.seconds.get(name, 20.0) for name in chosen)
         if not chosen:
             mutant.end = "unreached"
             return
