@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.mutation.defects import LOOSE, Mutant, draw
 from tests.mutation.named import named
 from tests.mutation.trial import ROOT, Tests
 
+IMPORTED = "torch torch._dynamo torch.distributed pytest numpy scipy.optimize scipy.sparse sympy typer rich".split()
+"""What takes seconds to import and is no part of what is tested: forks have it."""
 ENDS = ("killed", "survived", "unreached")
 
 
@@ -60,8 +63,10 @@ def main() -> None:
     until = time.monotonic() + 60 * given.minutes
     given.out, given.records = given.out.resolve(), given.records.resolve()
     given.records.mkdir(parents=True, exist_ok=True)
-    for name in ("torch", "pytest", "numpy", "scipy.optimize", "scipy.sparse", "typer", "rich"):
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; tests of kernels set it again
+    for name in IMPORTED:
         __import__(name)
+    del os.environ["TRITON_INTERPRET"]
     tests = Tests(given.out.with_suffix(".tree"), given.records, given.tests)
     if not given.named and (not tests.watch(until, given.file_seconds) or given.watch):
         return

@@ -80,7 +80,7 @@ class Tests:
         """Pytest's exit status; none if it took more seconds of a core, or ten times as many on a busy machine."""
         child = os.fork()
         if not child:
-            os.setsid()
+            os.setpgid(0, 0)
             resource.setrlimit(resource.RLIMIT_CPU, (int(time_s) + 1, int(time_s) + 5))
             os.chdir(self.tree)
             out = os.open(self.tree / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
