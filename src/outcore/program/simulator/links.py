@@ -72,6 +72,11 @@ class Links:
         link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
         return (0.0, 0.0) if link is None else (1 / link.away_bytes_per_s, link.latency_s)
 
+    def host_s(self, source: int, target: int) -> float:
+        """What a message from one rank to another takes of the host at either end."""
+        link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
+        return 0.0 if link is None else link.host_s
+
 
 class LinkSchedule:
     """When each link is free, in the course of one simulated step; queried in the order of time."""
@@ -94,6 +99,15 @@ class LinkSchedule:
         if self.links.processors is not None:
             busy = self._busy[self.links.node(rank)]
             busy[busy.index(min(busy))] = end_s
+
+    def handle(self, rank: int, seconds: float, ready_s: float) -> float:
+        """When a rank's host has done its part of a message that it can begin at `ready_s`; it computes nothing
+        meanwhile."""
+        if not seconds:
+            return ready_s
+        end = self.begin(rank, ready_s) + seconds
+        self.finish(rank, end)
+        return end
 
     def transfer(self, source: int, target: int, nbytes: int, ready_s: float) -> tuple[float, float, float]:
         """Reserve a transfer that can begin at `ready_s`; returns its start, its end on the link, and its arrival."""
