@@ -122,6 +122,9 @@ def test_an_all_reduce_is_a_ring_and_the_step_waits_for_it() -> None:
     stages = Stages((Stage((), 1.0, 2.0, 0, 0, 8, 8, 0, optimizer_s=1.0),), ())
     timeline = simulate(compile_program(stages, "gpipe", replicas=4), stages, WIRE)
     assert timeline.step_s == 3 + 2 * 3 * (0.5 + 2 / 4) + 1
+    slow = Links(Link.symmetric(bandwidth_bytes_per_s=4.0, latency_s=0.5, host_s=0.25))
+    timeline = simulate(compile_program(stages, "gpipe", replicas=4), stages, slow)
+    assert timeline.step_s == 3 + 2 * 3 * (0.5 + 2 * 0.25 + 2 / 4) + 1
 
 
 def test_copies_run_beside_computing_and_share_a_bus_that_is_not_duplex() -> None:

@@ -185,6 +185,7 @@ THREE = {
         nn.MaxPool3d(2),
     ),
 }
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
 CUTS_2D = ((), ((0.3,), (0.55,)))
 
 

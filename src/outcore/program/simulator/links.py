@@ -129,6 +129,7 @@ class LinkSchedule:
         hops = [(rank, group[(index + 1) % size]) for index, rank in enumerate(group)]
         costs = {self.links.between(*hop) for hop in hops}
         per_byte, latency_s = max(cost[0] for cost in costs), max(cost[1] for cost in costs)
+        latency_s += 2 * max(self.links.host_s(*hop) for hop in hops)  # in every round each sends and receives
         ways = [(way, rank) for rank in group for way in ("out", "in")]
         crossed = {self.links.node(rank) for hop in hops if len({*map(self.links.node, hop)}) > 1 for rank in hop}
         ways += [(way, node) for node in crossed for way in ("node out", "node in")]
