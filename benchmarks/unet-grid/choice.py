@@ -12,6 +12,7 @@ tenth longer than the fastest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -30,6 +31,8 @@ sys.path.insert(0, str(HERE.parent / "whatif-links"))
 PORT = "29581"
 STEPS, SKIPPED = 7, 2
 NOISE = 1.1
+FAST = 2000.0
+"""Mbit/s at which the rate of a link hardly matters: such cases are also run without namespaces."""
 
 
 @dataclass(frozen=True)
@@ -226,18 +229,24 @@ def worker(document: str, out: str) -> None:
 
 
 def on_hosts(ranks: int, rate_mbit: float, *words: str) -> bool:
-    """Run this script with some words on as many hosts; whether all went well."""
-    from hosts import address, hosts, on_host
+    """Run this script with some words on as many hosts, or beside each other; whether all went well."""
+    from hosts import address, hosts, on_host, unavailable
 
-    with hosts(ranks, rate_mbit, prefix=f"occ{os.getpid()}x") as names:
+    apart = unavailable() is None
+    with (
+        hosts(ranks, rate_mbit, prefix=f"occ{os.getpid()}x") if apart else contextlib.nullcontext([""] * ranks) as names
+    ):
         started = []
         for rank, name in enumerate(names):
             env = {
                 **os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(ranks),
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": address(0), "MASTER_PORT": PORT,
-                "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0" if apart else str(rank),
+                "MASTER_ADDR": address(0) if apart else "127.0.0.1", "MASTER_PORT": PORT,
+                "GLOO_SOCKET_IFNAME": "eth0" if apart else "lo", "OMP_NUM_THREADS": "1",
+                "OUTCORE_SECRET": "0123456789abcdef" * 4,
             }  # fmt: skip
-            started.append(subprocess.Popen(on_host(name, sys.executable, __file__, *words), env=env))
+            command = [sys.executable, __file__, *words]
+            started.append(subprocess.Popen(on_host(name, *command) if apart else command, env=env))
         codes = [process.wait(timeout=600) for process in started]
         return not any(codes)
 
@@ -262,6 +271,7 @@ def main() -> None:
     parser.add_argument("--name", default="choice", help="Of the files that are written.")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    parser.add_argument("--cores", type=int, default=None, help="To which all ranks are bound.")
     parser.add_argument("--measure", type=float, default=10.0, help="Seconds for the calls of a network.")
     given = parser.parse_args()
     if given.worker is not None:
@@ -271,6 +281,7 @@ def main() -> None:
         link_worker(*json.loads(given.link))
         return
     import torch
+    from hosts import unavailable
 
     from outcore.cost.costs import Costs
     from outcore.machine import known
@@ -279,12 +290,17 @@ def main() -> None:
     from outcore.spatial.part_costs import PartCosts
 
     torch.set_num_threads(1)
+    if given.cores is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     cores, one = len(os.sched_getaffinity(0)), known()
-    wire = measured_link(2000.0)
+    wire = measured_link(FAST)
     print(f"exchange: {wire['latency_s'] * 1e6:.0f} µs of latency, {wire['host_s'] * 1e6:.0f} of a host", flush=True)
     by_hosts: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for number in given.cases:
         case = CASES[number]
+        if unavailable() is not None and case.rate_mbit < FAST:
+            print(f"not run: {case}: {unavailable()}", flush=True)
+            continue
         link = Link.symmetric(
             bandwidth_bytes_per_s=min(wire["bytes_per_s"], case.rate_mbit * 1e6 / 8),
             latency_s=wire["latency_s"],
