@@ -14,6 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import outcore
+from outcore.errors import PlanError
+from outcore.spatial.extent import split_extent
+from outcore.spatial.plan import plan_grid
+from outcore.stream.network import RegionNetwork
+
 from .oracle import assert_split_is_plain
 
 
@@ -187,6 +193,50 @@ THREE = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
 CUTS_2D = ((), ((0.3,), (0.55,)))
+
+
+WHOLE = {
+    "instance norm": "keeps running statistics",
+    "pool by power": "LPPool2d has no rule",
+    "adaptive pools": "an adaptive maximum with several bins",
+    "attention between channels": "needs all of dimension 3",
+    "gates of channels": "amax has no rule",
+    "softmax over a row": "needs all of dimension 3",
+    "rolled": "roll has no rule",
+    "flipped": "flip has no rule",
+    "unfolded": "unfold has no rule",
+    "sampled": "grid_sample has no rule",
+    "norm of all": "norm has no rule",
+    "standardised": "std has no rule",
+    "bilinear, antialiased": "antialiased interpolation has no rule",
+    "spectral norm": "its parameters are parametrised",
+    "weight norm": "its parameters are parametrised",
+}
+"""What runs on the whole image from some block on, and what is said of that block."""
+
+
+@pytest.mark.parametrize("name", [*TWO, *ONE, *THREE])
+def test_what_needs_the_whole_image_is_named_before_training(name: str) -> None:
+    net, shape, grid = next(
+        (group[name], shape, grid)
+        for group, shape, grid in (
+            (TWO, (2, 4, 26, 22), (2, 2)),
+            (ONE, (2, 4, 61), (3,)),
+            (THREE, (2, 4, 12, 9, 13), (2, 1, 2)),
+        )
+        if name in group
+    )
+    graph = outcore.capture(copy.deepcopy(net), torch.randn(shape))
+    extent = split_extent(RegionNetwork(graph), grid)
+    if name not in WHOLE:
+        assert not extent.stopped and extent.calls == set(graph.calls)
+        return
+    assert WHOLE[name] in extent.stopped[0][1]
+    if extent.calls:
+        assert WHOLE[name] in str(plan_grid(graph, grid, machine="4xv100").why)
+    else:
+        with pytest.raises(PlanError, match=WHOLE[name]):
+            plan_grid(graph, grid, machine="4xv100")
 
 
 def _check(net: nn.Module, image: torch.Tensor, grid: tuple[int, ...], cuts=(), early=()) -> None:
