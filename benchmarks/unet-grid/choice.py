@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "whatif-links"))
 
 PORT = "29581"
-STEPS, SKIPPED = 7, 2
+STEPS, SKIPPED = 11, 2
 NOISE = 1.1
 FAST = 2000.0
 """Mbit/s at which the rate of a link hardly matters: such cases are also run without namespaces."""
@@ -295,25 +295,35 @@ def main() -> None:
     cores, one = len(os.sched_getaffinity(0)), known()
     wire = measured_link(FAST)
     print(f"exchange: {wire['latency_s'] * 1e6:.0f} µs of latency, {wire['host_s'] * 1e6:.0f} of a host", flush=True)
-    by_hosts: dict[tuple[int, float], list[dict[str, Any]]] = {}
-    for number in given.cases:
-        case = CASES[number]
+    alike: dict[tuple[int, float], list[Case]] = {}
+    for case in (CASES[number] for number in given.cases):
         if unavailable() is not None and case.rate_mbit < FAST:
             print(f"not run: {case}: {unavailable()}", flush=True)
             continue
+        alike.setdefault((case.ranks, case.rate_mbit), []).append(case)
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for (ranks, rate_mbit), cases in alike.items():
         link = Link.symmetric(
-            bandwidth_bytes_per_s=min(wire["bytes_per_s"], case.rate_mbit * 1e6 / 8),
+            bandwidth_bytes_per_s=min(wire["bytes_per_s"], rate_mbit * 1e6 / 8),
             latency_s=wire["latency_s"],
             host_s=wire["host_s"],
         )
-        at_once = min(cores, case.ranks)
-        machine = replace(one, devices=one.devices[:1] * case.ranks, between_devices=link, processors=at_once)
-        found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]
-        plans, chosen = candidates(case, Costs.from_json(found["costs"]), machine, PartCosts(**found["part"]))
-        row = {"case": asdict(case), "plans": plans, "chosen": chosen, "link": wire}
-        by_hosts.setdefault((case.ranks, case.rate_mbit), []).append(row)
-    rows = [row for (ranks, rate), cases in by_hosts.items() for row in measured(ranks, rate, cases)]
-    given.out.mkdir(parents=True, exist_ok=True)
+        at_once = min(cores, ranks)
+        machine = replace(one, devices=one.devices[:1] * ranks, between_devices=link, processors=at_once)
+        planned = []
+        for case in cases:
+            found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]
+            plans, chosen = candidates(case, Costs.from_json(found["costs"]), machine, PartCosts(**found["part"]))
+            planned.append({"case": asdict(case), "plans": plans, "chosen": chosen, "link": wire})
+        rows += measured(ranks, rate_mbit, planned)
+        text = _table(rows)
+        (given.out / f"{given.name}.json").write_text(json.dumps(rows, indent=1))
+        (given.out / f"{given.name}.md").write_text(text)
+    print(text)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
     right = 0
     lines = [
         "| case | chosen | measured | fastest | measured | simulated / measured of the chosen |",
@@ -335,10 +345,8 @@ def main() -> None:
             f"{begin} {row['chosen']} | {chosen['measured_s'] * 1e3:.1f} ms | {name} | "
             f"{best['measured_s'] * 1e3:.1f} ms | {chosen['predicted_s'] / chosen['measured_s']:.2f} |"
         )
-    lines.append(f"\nThe choice is the fastest, or within {NOISE - 1:.0%} of it, in {right} of {len(rows)}.")
-    (given.out / f"{given.name}.json").write_text(json.dumps(rows, indent=1))
-    (given.out / f"{given.name}.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    lines.append(f"\nThe choice is the fastest, or within {NOISE - 1:.0%} of it, in {right} of {len(rows)}.\n")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
