@@ -210,7 +210,7 @@ def worker(document: str, out: str) -> None:
         job = case.job()
         for found in row["plans"].values():
             plan = outcore.Plan.from_json(found["plan"])
-            with Engine(job, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4)) as engine:
+            with Engine(job, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4), device="cpu") as engine:
 
                 def mine(tensor: torch.Tensor, engine: Engine = engine) -> torch.Tensor:
                     return tensor.tensor_split(engine.plan.replicas)[engine.replica]
@@ -310,7 +310,7 @@ def main() -> None:
             host_s=wire["host_s"],
         )
         at_once = min(cores, ranks)
-        machine = replace(one, devices=one.devices[:1] * ranks, between_devices=link, processors=at_once)
+        machine = replace(one, devices=(one.device("cpu"),) * ranks, between_devices=link, processors=at_once)
         planned = []
         for case in cases:
             found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]

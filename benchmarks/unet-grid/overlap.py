@@ -56,7 +56,7 @@ def worker(pixels: int, steps: int, turns: int, folder: str) -> None:
             plan = outcore.Plan(graph.fingerprint, (("",),), spatial=spatial, exactness="reassociated")
             torch.manual_seed(1)
             with Engine(
-                model, plan, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), example=x
+                model, plan, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), example=x, device="cpu"
             ) as engine:
                 for step in range(steps + SKIPPED):
                     engine.world.barrier()

@@ -236,7 +236,7 @@ def _busy(events: Iterable[Event]) -> dict[str, float]:
 
 def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
     one = parse("h200") if cuda else known()
-    device = one.devices[0]
+    device = one.devices[0] if cuda else one.device("cpu")
     return replace(one, devices=(device,) * ranks, between_devices=link, processors=None if cuda else cores)
 
 
