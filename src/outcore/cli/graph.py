@@ -67,7 +67,7 @@ def graph(
 
         outcore graph torchvision.models:resnet50 -i 1x3x224x224 --html resnet50.html
 
-        outcore graph outcore.models:UNet -i 1x3x256x256 --svg unet.svg --form u --shade time --on a100
+        outcore graph job.py --svg net.svg --form u --shade time --on a100
     """
     if direction not in ("outputs", "inputs"):
         raise typer.BadParameter(f"must be outputs or inputs, not {direction}", param_hint="--direction")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outcore.cli.common.options import Arguments, JobName, Json
+from outcore.cli.common.options import Arguments, Inputs, JobName, Json
 from outcore.errors import DataError, FullDiskError, MissingPackageError, OutcoreError
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def infer(
     ] = False,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="a GPU if any")] = None,
     workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="Threads that read ahead.")] = 2,
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", "-i", help="Shape of an input of package.module:Class.")
-    ] = None,
+    inputs: Inputs = None,
     arguments: Arguments = None,
     json: Json = False,
 ) -> None:
