@@ -33,7 +33,7 @@ function headline(run) {
     tiles.append(box);
   };
   tile("ended", run.ended || "going on", run.time_s ? `after ${timeText(run.time_s)}` : "");
-  tile("steps", number(where.step || 0), `${number(where.epoch || 0)} epochs, ${number(where.examples || 0)} examples`);
+  tile("steps", number(where.step || 0), `${counted(where.epoch || 0, "epoch")}, ${counted(where.examples || 0, "example")}`);
   if (where.best !== null && where.best !== undefined) tile(`best ${run.watch || "loss"}`, shortNumber(where.best), `epoch ${where.best_epoch + 1}`);
   if (measured.step_s) tile("step", timeText(measured.step_s), "median, measured");
   if (measured.examples_per_s) tile("throughput", shortNumber(measured.examples_per_s), "examples/s, by the median step");
