@@ -110,6 +110,15 @@ def test_axes_have_units_and_a_bar_of_policies_its_legend(page: Browser, bundle:
     page.click(".verdict > .link")
 
 
+def test_no_two_colours_of_the_timeline_are_the_same(page: Browser) -> None:
+    page.open("timeline")
+    keys = page.ask(
+        "[...document.querySelectorAll('.timeline > .keys i')].map((i) => getComputedStyle(i).backgroundColor)"
+    )
+    assert len(keys) == len(set(keys)) >= 3
+    page.open("overview")
+
+
 def test_lines_and_blocks_lead_to_each_other(page: Browser) -> None:
     page.open("code")
     line = line_of(EVIL, "a = self.first(image)")

@@ -183,10 +183,26 @@ def _one(runner: SlideRunner, data: Path, output: Path | None, written: _Written
         if name in row:
             typer.echo(f"wrote {row[name]}")
     if not opened.fitted.is_map:
-        named = f" ({row['name']})" if "name" in row and row["name"] != str(row["class"]) else ""
-        typer.echo(f"class {row['class']}{named}: scores {row['scores']}, probabilities {row['probabilities']}")
+        typer.echo(classes_text(row))
     if runner.network.device.type == "cpu" and row["process_bytes"] is not None:
         typer.echo(_held(row, runner.memory), err=True)
+
+
+def classes_text(row: dict[str, Any], most: int = 5) -> str:
+    """The class of a slide with the likeliest classes by name.
+
+    >>> classes_text({"class": 1, "names": ["0", "1"], "scores": [0, 2], "probabilities": [0.1192, 0.8808]})
+    'class 1: probability 0.8808 of 1, 0.1192 of 0; scores 2, 0'
+    """
+    named = f" ({row['name']})" if "name" in row and row["name"] != str(row["class"]) else ""
+    if len(row["scores"]) == 1:  # a logit, or a value: which, only the user knows
+        score, share = row["scores"][0], row["probabilities"][0]
+        return f"class {row['class']}{named}: score {score:.6g}, as a logit probability {share:.4g}"
+    found = sorted(zip(row["probabilities"], row["scores"], row["names"], strict=True), key=lambda one: -one[0])
+    likely = ", ".join(f"{share:.4g} of {name}" for share, _, name in found[:most])
+    scores = ", ".join(f"{score:.6g}" for _, score, _ in found[:most])
+    rest = f" (the first {most} of {len(found)} classes; -o NAME.csv writes all)" if len(found) > most else ""
+    return f"class {row['class']}{named}: probability {likely}; scores {scores}{rest}"
 
 
 def _held(row: dict[str, Any], memory: str) -> str:

@@ -190,7 +190,8 @@ def _within(
     for how in plan.policy.values():
         kind = kind_of_policy(how)
         kinds[kind] = kinds.get(kind, 0) + 1
-    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
+    done = {"recompute": "recomputed", "offload": "offloaded", "encode": "encoded"}
+    shown = ", ".join(f"{count} {done.get(kind, kind)}" for kind, count in kinds.items()) or "all kept"
     said = f"{format_bytes(step.peak_bytes)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
     return FittedModel(model, False, (("within", said),), step.time_s, step.peak_bytes)
 
