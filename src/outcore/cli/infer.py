@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outcore.cli.common.options import Arguments, Inputs, JobName, Json
-from outcore.errors import DataError, FullDiskError, MissingPackageError, OutcoreError
+from outcore.errors import DataError, FullDiskError, JobError, MissingPackageError, OutcoreError
 
 if TYPE_CHECKING:
     from outcore.infer import ResultsFolder, SlideRunner
@@ -220,7 +220,7 @@ def _held(row: dict[str, Any], memory: str) -> str:
 def _run(runner: SlideRunner, opened: Opened, path: Path, written: _Written) -> dict[str, Any]:
     """One slide, with a bar for its tiles on a terminal."""
     if written.heat is not None and not opened.fitted.is_map:
-        raise DataError(f"--heat {written.heat} is drawn of maps, and this network gives classes; leave it out")
+        raise JobError(f"--heat {written.heat} is drawn of maps, and this network gives classes; leave it out")
     quiet = written.json or not sys.stderr.isatty()
     with _bar(quiet) as bar:
         task = bar.add_task(escape(opened.path.name), total=None)
@@ -317,7 +317,7 @@ def _try(
         Console(stderr=True).print(f"{slide.given} ({number})", highlight=False, markup=False, soft_wrap=True)
     try:
         row = _run(runner, runner.open(slide.path), folder.path / f"{slide.name}.mask.tif", written)
-    except (MissingPackageError, FullDiskError):  # the next slide would fare no better
+    except (JobError, MissingPackageError, FullDiskError):  # the next slide would fare no better
         raise
     except (OutcoreError, OSError) as error:
         folder.fail(slide, str(error))
