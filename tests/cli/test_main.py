@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import re
 import subprocess
@@ -89,7 +90,11 @@ def test_ctrl_c_is_one_word_and_code_130(tmp_path: Path, command: str) -> None:
     ("words", "said"),
     [
         (["infer", "job.py", "--data", "empty"], "empty holds no slides"),
-        (["explore", "job.py", "--memory", "much"], "'much' is not a size"),
+        *(
+            ([command, "job.py", "--memory", "much"], "'much' is not a size")
+            for command in ("explore", "plan", "train", "verify")
+        ),
+        (["train", "job.py", "plan.memory=x%"], "'x%' is no share; write for example 50%"),
         (["explore", "job.py", "--on", "h900"], "unknown GPU 'h900'; did you mean h200"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -117,6 +122,26 @@ def test_what_cannot_be_written_or_read_is_said_before_any_work(
     (tmp_path / "here").mkdir()
     shown = outcore_command(*arguments, folder=tmp_path)
     assert shown.returncode == 1 and said in shown.stderr and not shown.stdout
+
+
+@pytest.mark.parametrize("words", [("train", "job.py", "--out"), ("sweep", "job.py", "-o"), ("demo", "-o")])
+def test_a_folder_that_takes_no_files_is_said_before_any_work(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write wherever it likes
+    shown = outcore_command(*words, "there/run", folder=tmp_path)
+    assert shown.returncode == 1 and not shown.stdout
+    assert f"there/run cannot be written: {tmp_path} takes no files of yours; name another place: --" in shown.stderr
+
+
+def test_what_the_system_refuses_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "runs")
+
+    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    shown = outcore_command("graph", "job.py", folder=tmp_path)
+    said = "error: runs: Read-only file system; name a place that takes it: --out or -o\n"
+    assert (shown.returncode, shown.stderr) == (1, said)
 
 
 def test_an_interruption_is_said_once() -> None:

@@ -26,6 +26,15 @@ def test_a_plan_for_one_device_is_explained_drawn_and_verified(tmp_path: Path) -
     assert verdict["grade"] == "bitwise equal" and verdict["plain_bytes"] > verdict["planned_bytes"]
 
 
+def test_a_plan_in_tiles_is_drawn_beside_the_plans_without_them(tmp_path: Path) -> None:
+    words = ["outcore.models:SlideNet", "-i", "1x3x512x512", "--memory", "4MiB", "-o", "p.json", "--svg", "f.svg"]
+    made = outcore_command("plan", *words, folder=tmp_path)
+    assert made.returncode == 0 and Plan.load(tmp_path / "p.json").stream is not None, made.stderr
+    assert made.stderr.splitlines()[-2:] == ["wrote p.json", "wrote f.svg"]
+    drawn = (tmp_path / "f.svg").read_text()
+    assert "this plan, in tiles, " in drawn and "fastest step for its memory" in drawn
+
+
 def test_a_budget_too_small_names_one_that_works(tmp_path: Path) -> None:
     refused = outcore_command("plan", *UNET, "--machine", "v100", "--memory", "1MiB", folder=tmp_path)
     assert refused.returncode == 1 and "smallest budget" in refused.stderr

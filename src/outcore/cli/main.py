@@ -9,6 +9,7 @@ job's own code failed, with its traceback; 2 the command line itself was wrong; 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -48,7 +49,7 @@ _FILES = {"simulate": "plan"}
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
-_FOLDERS = {"sweep", "infer"}
+_FOLDERS = {"sweep", "infer", "train", "demo"}
 """Commands whose output may be a folder, which they make."""
 
 
@@ -59,6 +60,13 @@ class _Command(TyperCommand):
         for name in ("svg", "html", "page", "trace", "export", "output"):
             if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
                 _check_file(Path(path))
+        for name in ("out", "output"):
+            if self.name in _FOLDERS and ctx.params.get(name) is not None:
+                _check_folder(Path(ctx.params[name]), f"--{name}")
+        if (memory := ctx.params.get("memory")) is not None:
+            from outcore.machine.units import parse_budget
+
+            parse_budget(memory, 1)  # what is no size is said before the job is loaded
         return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
@@ -97,6 +105,16 @@ class _Commands(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self._listing = False
+
+
+def _check_folder(path: Path, option: str) -> None:
+    """Refuse a folder that could not be made."""
+    from outcore.errors import OutcoreError
+
+    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not os.access(there, os.W_OK):
+        said = f"{path} cannot be written: {there} takes no files of yours"
+        raise OutcoreError(f"{said}; name another place: {option} {Path.home() / path.name}")
 
 
 def _check_file(path: Path) -> None:
@@ -174,7 +192,9 @@ def _run() -> None:
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        typer.echo(f"{error.filename or 'what was to be written'}: {error.strerror or error}", err=True)
+        said = f"{error.filename or 'what was to be written'}: {error.strerror or error}"
+        elsewhere = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
+        typer.echo(said + ("; name a place that takes it: --out or -o" if elsewhere else ""), err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
