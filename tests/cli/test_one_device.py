@@ -46,3 +46,11 @@ def test_verify_without_a_plan(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     assert "verdict: bitwise equal" in checked.stdout
     assert "after 1 step\n" in checked.stdout and " plain (predicted)" in checked.stdout
+
+
+def test_a_plan_that_does_nothing_is_said_to_compare_little(tmp_path: Path) -> None:
+    job = "import torch\ndef model():\n    return torch.nn.Linear(4, 4)\ndef batch(size):\n    return torch.rand(size, 4), "
+    (tmp_path / "job.py").write_text(f"{job}None\n")
+    checked = outcore_command("verify", "job.py", "--device", "cpu", "--steps", "1", folder=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert "takes as much as plain training" in checked.stdout and "give a budget: --memory 70%" in checked.stdout

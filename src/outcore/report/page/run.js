@@ -46,8 +46,8 @@ function runTrouble(run) {
   if (run.ended === "failed" && run.error) lines.push(run.error);
   const held = (run.measured || {}).peak_bytes || 0, budget = run.budget_bytes || Infinity;
   if (held > budget) lines.push(`a step held ${bytesText(held)}, more than the ${bytesText(budget)} allowed`);
-  if (run.not_finite) lines.push(`${run.not_finite} steps were not finite and left the weights alone`);
-  if (run.checkpoints_lost) lines.push(`${run.checkpoints_lost} checkpoints could not be written`);
+  if (run.not_finite) lines.push(`${counted(run.not_finite, "step")} had no finite loss and left the weights alone`);
+  if (run.checkpoints_lost) lines.push(`${counted(run.checkpoints_lost, "checkpoint")} could not be written`);
   for (const tile of (run.damage || []).slice(0, 20)) lines.push(`read as glass: ${tile}`);
   for (const bad of run.bad || []) lines.push(`skipped: ${bad}`);
   if (!lines.length) return null;

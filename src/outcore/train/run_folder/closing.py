@@ -106,9 +106,12 @@ def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Conso
         said = f"warning: a step held {format_bytes(held)}, more than the {format_bytes(budget)} allowed"
         console.print(said, style="red", highlight=False)
     if where.not_finite:
-        console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
+        steps = counted(where.not_finite, "step")
+        console.print(f"{steps} had no finite loss and left the weights alone", highlight=False)
     if loop.checkpoints_lost:
-        console.print(f"{loop.checkpoints_lost} checkpoints could not be written", style="red", highlight=False)
+        console.print(
+            f"{counted(loop.checkpoints_lost, 'checkpoint')} could not be written", style="red", highlight=False
+        )
     if loop.unsaved:
         said = "the last weights are not saved; make room, and run the same command again to go on"
         console.print(said, style="red", highlight=False)
