@@ -33,6 +33,10 @@ def test_a_plan_in_tiles_is_drawn_beside_the_plans_without_them(tmp_path: Path) 
     assert made.stderr.splitlines()[-2:] == ["wrote p.json", "wrote f.svg"]
     drawn = (tmp_path / "f.svg").read_text()
     assert "this plan, in tiles, " in drawn and "fastest step for its memory" in drawn
+    shown = outcore_command("profile", *words[:3], "--json", folder=tmp_path)
+    plain = json.loads(shown.stdout)["profiles"][0]["memory"]["peak_bytes"]
+    checked = outcore_command("verify", words[0], "p.json", *words[1:3], "--device", "cpu", "--json", folder=tmp_path)
+    assert json.loads(checked.stdout)["plain_bytes"] == plain  # one number, also beside a plan in tiles
 
 
 def test_a_budget_too_small_names_one_that_works(tmp_path: Path) -> None:
@@ -49,8 +53,8 @@ def test_verify_without_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_does_nothing_is_said_to_compare_little(tmp_path: Path) -> None:
-    job = "import torch\ndef model():\n    return torch.nn.Linear(4, 4)\ndef batch(size):\n    return torch.rand(size, 4), "
-    (tmp_path / "job.py").write_text(f"{job}None\n")
+    model, batch = "    return torch.nn.Linear(4, 4)", "    return torch.rand(size, 4), None"
+    (tmp_path / "job.py").write_text(f"import torch\ndef model():\n{model}\ndef batch(size):\n{batch}\n")
     checked = outcore_command("verify", "job.py", "--device", "cpu", "--steps", "1", folder=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert "takes as much as plain training" in checked.stdout and "give a budget: --memory 70%" in checked.stdout
