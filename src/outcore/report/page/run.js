@@ -151,6 +151,7 @@ function comparison(run) {
   };
   row("step time", forecast.step_s, forecast.planned_step_s, measured.step_s, timeText);
   row("peak memory", forecast.peak_bytes, forecast.planned_peak_bytes, measured.peak_bytes, bytesText);
+  row("whole process", null, null, measured.process_bytes ?? null, bytesText);
   const notes = (forecast.notes || []).map((note) => html("p", note));
   return html("div", table, ...notes);
 }

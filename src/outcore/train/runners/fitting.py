@@ -78,7 +78,8 @@ def fit(
         return _tiled(model, config.plan.tile)
     if budget is None:
         return FittedModel(model)
-    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory))
+    counted = " (live tensors; the process takes more)" if device_here(config.train.device)[0] == "cpu" else ""
+    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory) + counted)
     loss = StepLoss.of(model, job, first, expected)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
     if before is not None and before.stream is not None and before.memory_bytes == budget:
