@@ -1,9 +1,13 @@
 """Trains over real links and predicts the same: python benchmarks/whatif-links/run.py; needs root, takes minutes.
 
 For every link DDP and FSDP2 are trained by one process per host, each a network namespace, in turn with the same
-network alone (as many processes, which do not speak) and with probes: an all-reduce of few bytes, one of 16 MiB, and an
-all-gather of 16 MiB. The prediction knows the step alone, the probes of the same rounds, and the recorded step; nothing
-of the training over the link.
+network alone (as many processes, which do not speak) and with probes: the three collectives in four sizes. The
+prediction knows the step alone, the probes of the same rounds, and the recorded step; nothing of the training over the
+link.
+
+Ranks keep the memory that they free. By default glibc gives a buffer of some MiB back at once, and every page of the
+next is made anew, which took 9 ms for 16 MiB on this machine, six times as long as copying them; frameworks that train
+on CPUs load an allocator that keeps it (jemalloc, tcmalloc).
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import hosts
 from networks import NETWORKS
+from probed_link import ProbedLink
+from worker import SIZES
 
 from outcore.machine import known
-from outcore.machine.link import Link
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
-from outcore.whatif.links import ClusterLink
 from outcore.whatif.recording import Recording, record_setup
 from outcore.whatif.setup import TrainingSetup
 
@@ -53,6 +57,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             env = {
                 **os.environ, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "RANK": str(rank),
                 "WORLD_SIZE": str(len(names)), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+                "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
             }  # fmt: skip
             words = [sys.executable, str(HERE / "worker.py"), str(out), str(steps)]
             started.append(subprocess.Popen(["ip", "netns", "exec", name, *words], env=env, stderr=subprocess.DEVNULL))
@@ -63,20 +68,20 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
         return found
 
 
-def link_of(probe: dict[str, Any], ranks: int, name: str) -> ClusterLink:
-    """Latency and rates from an all-reduce of few bytes, and of many, by the ring algorithm, and an all-gather."""
-    hops = 2 * (ranks - 1)
-    latency_s = probe["small_s"] / hops
-    moved = hops / ranks * probe["large_bytes"]
-    rate = moved / max(1e-9, probe["large_s"] - probe["small_s"])
-    gathered = 1.0
-    if "gathered_s" in probe:
-        gathered = moved / 2 / max(1e-9, probe["gathered_s"] - probe["small_s"] / 2) / rate
-    link = Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=latency_s)
-    return ClusterLink(name, link, share=1.0, trees=False, gathered=gathered)
+def link_of(probe: dict[str, list[list[float]]], ranks: int, name: str) -> ProbedLink:
+    """The link as its probes have it."""
+    points = {kind: tuple((size, s, core) for size, s, core in found) for kind, found in probe.items()}
+    return ProbedLink.of(name, points, ranks / len(os.sched_getaffinity(0)))
 
 
-def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ClusterLink) -> float:
+def probes_of(found: dict[str, Any]) -> dict[str, list[list[float]]]:
+    return {
+        kind: [[size, (p := found[f"{kind} {size}"])["step_s"], p["core_s"]] for size in SIZES]
+        for kind in ("all_reduce", "gather", "scatter")
+    }
+
+
+def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ProbedLink) -> float:
     """A rank's step over the link, from its step alone."""
     weave = data_parallel if strategy == "data_parallel" else sharded
     step = Anchor.of(recording.step, alone_s).apply(recording.step)
@@ -129,9 +134,7 @@ def main() -> None:
             every = trained(names, 9 if rate >= 1000 else 5)
             for network, strategy in CASES:
                 found = every[network]
-                probe = {f"{k}_s": found[k]["step_s"] for k in ("small", "large", "gathered")} | {
-                    "large_bytes": 16 << 20
-                }
+                probe = probes_of(found)
                 link = link_of(probe, count, name)
                 alone, real = found["alone"], found[strategy]
                 predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
@@ -143,6 +146,7 @@ def main() -> None:
                         "predicted_helps": count * alone["step_s"] > predicted_s,
                         "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
                         "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
+                        "alone_core_s": alone["core_s"], "measured_core_s": real["core_s"],
                     }
                 )  # fmt: skip
                 show(rows[-1])

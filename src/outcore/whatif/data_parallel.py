@@ -9,9 +9,12 @@ the convolutions still to hide behind; and so many that they do not hide.
     device  | forward | backward fc | backward conv .................. |      wait      | optimizer |
     link                            | all-reduce of fc (471 MiB) ....................... |
 
+On a CPU the cores that compute also copy and add what is reduced (`ClusterLink.core_s`): that part is a task of the
+device, and only the rest is hidden behind backward.
+
 **Sharded**, as FSDP2 does it. Each block's weights are gathered before its forward and again before its backward, and
-its gradients scattered after; the next block's gather is on its way while this one computes. An optimizer's step is of
-one share.
+its gradients scattered after; the next block's gather is on its way while this one computes, but on a CPU each is
+waited for, and the hooks around a block are work of the same cores. An optimizer's step is of one share.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from outcore.whatif.recording import Recording
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "buckets_of", "data_parallel", "sharded"]
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+_UNIT_HOOKS, _PARAMETER_HOOKS = 145, 20
+"""What FSDP2's hooks take of a CPU in a step, for each unit and for each parameter, over the time of one operation: on
+one rank, with 1 to 8 units of 2 to 8 parameters (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,12 @@ def data_parallel(
             f"all-reduce {number}", "link", link.all_reduce_s(bucket.bytes, ranks), (copied.name,),
             kind="all-reduce", phase="communication", bytes=bucket.bytes,
         )  # fmt: skip
-        inserted.setdefault(bucket.after, []).extend((copied, reduced))
+        new = [copied, reduced]
+        core_s = link.core_s(bucket.bytes, ranks, recording.device)
+        if core_s:
+            name = f"copy and add {number}"
+            new.append(Task(name, "device", core_s, (copied.name,), kind="all-reduce", phase="communication"))
+        inserted.setdefault(bucket.after, []).extend(new)
         last.append(reduced.name)
     total_s = sum(b.bytes for b in found) * memory_s
     emptied = Task("empty buckets", "device", total_s, tuple(last), kind="bucket", phase="communication")
@@ -126,19 +137,22 @@ class Unit:
 
     block: str
     bytes: int
+    parameters: int = 1
 
 
 def units_of(recording: Recording) -> list[Unit]:
     """The blocks that are sharded each for itself: children of the model, and of a child that is a long sequence."""
     graph, costs = recording.profile.graph, recording.profile.costs
     sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     seen: set[str] = set()
     for name, call in graph.calls.items():
         own = [p for p in call.parameters if p in costs.parameters and p not in seen]
         seen.update(own)
         block = _unit_block(recording, costs.calls[name].block)
         sizes[block] = sizes.get(block, 0) + sum(costs.parameters[p] for p in own)
-    return [Unit(block, nbytes) for block, nbytes in sizes.items() if nbytes]
+        counts[block] = counts.get(block, 0) + len(own)
+    return [Unit(block, nbytes, counts[block]) for block, nbytes in sizes.items() if nbytes]
 
 
 def _unit_block(recording: Recording, block: str) -> str:
@@ -195,6 +209,9 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
     link_tasks += waiting
     scatters = tuple(task.name for task in link_tasks if task.kind == "reduce-scatter")
     copied_s = 3 * sum(unit.bytes for unit in units) * memory_s
+    if not ahead:
+        hooks = sum(_UNIT_HOOKS + _PARAMETER_HOOKS * unit.parameters for unit in units)
+        copied_s += hooks * (recording.device.dispatch_s or recording.profile.costs.between_s)
     joined = Task("copies of shards", "device", copied_s, scatters, kind="bucket", phase="communication")
     optimizers = {n: t.scaled(1 / ranks) for n, t in tasks.items() if t.phase == "optimizer" and t.kind != "launch"}
     found: dict[str, Task] = {}
