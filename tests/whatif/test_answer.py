@@ -52,6 +52,12 @@ def test_a_step_has_one_interval(name: str, size: int) -> None:
     assert found.interval_s[0] < found.step_s < found.interval_s[1]
 
 
+def test_a_step_that_many_techniques_change_still_takes_some_time() -> None:
+    found = outcore.whatif.ask(images(), ["amp+compile+graphs+fused", "graphs", "amp+batch=8"], device=H200)
+    for answer in found.answers:
+        assert 0 < answer.low_s < answer.step_s < answer.high_s and answer.gain_interval[1] < float("inf")
+
+
 class Branches(torch.nn.Module):
     """A value that two layers read, so that gradients are summed."""
 

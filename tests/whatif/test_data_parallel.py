@@ -17,6 +17,7 @@ from outcore.whatif.links import ClusterLink, parse_link
 from outcore.whatif.recording import record_setup
 from outcore.whatif.scaling import scale_out
 from outcore.whatif.setup import TrainingSetup
+from outcore.whatif.techniques import parse_techniques
 from tests.whatif.jobs import images
 
 V100 = parse("v100").devices[0]
@@ -68,8 +69,8 @@ def test_a_free_link_costs_nothing_but_copies() -> None:
     found = record_setup(TrainingSetup(images()), V100)
     free = ClusterLink("free", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
     alone = found.step.simulate().step_s
+    assert data_parallel(found.step, found, 4, free).simulate().step_s == pytest.approx(alone, rel=0.02)
     for weave in (data_parallel, sharded):
-        assert weave(found.step, found, 4, free).simulate().step_s == pytest.approx(alone, rel=0.02)
         assert weave(found.step, found, 1, free) == found.step
 
 
@@ -96,6 +97,18 @@ def test_on_a_cpu_the_hooks_of_sharding_are_counted() -> None:
     copies_s = 3 * sum(unit.bytes for unit in units) * 2 / CPU.bandwidth_bytes_per_s
     more_s = sharded(found.step, found, 2, free).simulate().step_s - found.step.simulate().step_s
     assert more_s == pytest.approx(copies_s - optimizer_s / 2 + 5 * (145 + 2 * 20) * CPU.dispatch_s)
+
+
+def test_where_the_host_sets_the_pace_sharding_is_slower_than_data_parallel() -> None:
+    found = record_setup(TrainingSetup(images()), V100)
+    free = ClusterLink("free", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
+    alone, step = found.step.simulate(), sharded(found.step, found, 2, free).simulate()
+    assert alone.bound_by == "host"
+    more_s = sum(145 + 20 * unit.parameters for unit in units_of(found)) * V100.dispatch_s
+    assert step.busy_s("host") == pytest.approx(alone.busy_s("host") + more_s)
+    assert step.step_s > data_parallel(found.step, found, 2, free).simulate().step_s
+    graphed = parse_techniques("graphs")[0].tasks(found.step, found)
+    assert sharded(graphed, found, 2, free).simulate().busy_s("host") == graphed.simulate().busy_s("host")
 
 
 def test_sharding_gathers_twice_and_scatters_once() -> None:

@@ -273,10 +273,11 @@ def interval_s(
     waits_s = max(0.0, found.step_s - found.busy_s("device")) if "host" in found.step.resources else 0.0
     host_s = _HOST_DOUBT * waits_s if changed else 0.0
     least_s = _LEAST_DOUBT * found.step_s if changed else 0.0
-    return (
-        max(0.0, found.step_s - math.hypot(less_s, own_s, host_s, least_s)),
-        found.step_s + math.hypot(more_s, own_s, host_s, least_s),
-    )
+    below_s, above_s = (math.hypot(times_s, own_s, host_s, least_s) for times_s in (less_s, more_s))
+    if not changed or not found.step_s:
+        return max(0.0, found.step_s - below_s), found.step_s + above_s
+    # As many times less as more: where several techniques take most of a step away, it is still not nothing.
+    return found.step_s / (1 + below_s / found.step_s), found.step_s + above_s
 
 
 def _memory_notes(recording: Recording) -> tuple[str, ...]:

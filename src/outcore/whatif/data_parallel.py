@@ -14,7 +14,8 @@ device, and only the rest is hidden behind backward.
 
 **Sharded**, as FSDP2 does it. Each block's weights are gathered before its forward and again before its backward, and
 its gradients scattered after; the next block's gather is on its way while this one computes, but on a CPU each is
-waited for, and the hooks around a block are work of the same cores. An optimizer's step is of one share.
+waited for. The hooks around every block are work of the host, so a network of many small blocks, whose host sets the
+pace, is slower sharded than data parallel. An optimizer's step is of one share.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from dataclasses import dataclass, replace
 
 from outcore.graph.parts import ancestors
 from outcore.whatif.links import ClusterLink
-from outcore.whatif.recorded_step import RecordedStep, Task
+from outcore.whatif.recorded_step import Phase, RecordedStep, Task
 from outcore.whatif.recording import Recording
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "buckets_of", "data_parallel", "sharded"]
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 _UNIT_HOOKS, _PARAMETER_HOOKS = 145, 20
-"""What FSDP2's hooks take of a CPU in a step, for each unit and for each parameter, over the time of one operation: on
-one rank, with 1 to 8 units of 2 to 8 parameters (torch 2.13)."""
+"""What FSDP2's hooks take of the host in a step, for each unit and for each parameter, over the time of one operation:
+on one rank of a CPU, with 1 to 8 units of 2 to 8 parameters (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,13 @@ def _unit_block(recording: Recording, block: str) -> str:
     return line[1] if nested and len(line) > 1 else top
 
 
+def _hook(recording: Recording, unit: Unit, phase: Phase, host: str) -> Task:
+    """What the host does around a unit: a third of it in forward, and in backward, with the scatter, two thirds."""
+    operations = (_UNIT_HOOKS + _PARAMETER_HOOKS * unit.parameters) * (1 if phase == "forward" else 2) / 3
+    time_s = operations * (recording.device.dispatch_s or recording.profile.costs.between_s)
+    return Task(f"hooks of {unit.block} {phase}", host, time_s, block=unit.block, kind="launch", phase=phase)
+
+
 def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterLink) -> RecordedStep:
     """A rank's step with the gathers of its weights and the scatters of its gradients."""
     if ranks < 2:
@@ -185,7 +193,14 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
     ahead = recording.device.kind == "cuda"
     """Whether gathers overlap with work; without streams each is waited for."""
     previous: list[str] = []
-    for phase, order in (("forward", range(len(units))), ("backward", range(len(units) - 1, -1, -1))):
+    host = "host" if "host" in step.resources else "device"
+    hooks: dict[str, Task] = {}
+    """By the launch that each comes before."""
+    orders: tuple[tuple[Phase, range], ...] = (
+        ("forward", range(len(units))),
+        ("backward", range(len(units) - 1, -1, -1)),
+    )
+    for phase, order in orders:
         for number in order:
             unit, names = units[number], uses[phase][number]
             if not names:
@@ -195,6 +210,9 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
                 tuple(previous[-2:-1] if ahead else previous[-1:]),  # it was asked for when the unit before began
                 kind="all-gather", phase="communication", bytes=unit.bytes,
             )  # fmt: skip
+            launches = [a for a in tasks[names[0]].after if tasks[a].kind == "launch" and tasks[a].name != "replay"]
+            if launches:  # of a graph the hooks are part, and are not run again
+                hooks[launches[0]] = _hook(recording, unit, phase, host)
             tasks[names[0]] = replace(tasks[names[0]], after=(*tasks[names[0]].after, gather.name))
             link_tasks.append(gather)
             link_tasks += waiting if ahead else ()
@@ -209,15 +227,14 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
     link_tasks += waiting
     scatters = tuple(task.name for task in link_tasks if task.kind == "reduce-scatter")
     copied_s = 3 * sum(unit.bytes for unit in units) * memory_s
-    if not ahead:
-        hooks = sum(_UNIT_HOOKS + _PARAMETER_HOOKS * unit.parameters for unit in units)
-        copied_s += hooks * (recording.device.dispatch_s or recording.profile.costs.between_s)
     joined = Task("copies of shards", "device", copied_s, scatters, kind="bucket", phase="communication")
     optimizers = {n: t.scaled(1 / ranks) for n, t in tasks.items() if t.phase == "optimizer" and t.kind != "launch"}
     found: dict[str, Task] = {}
     for name, task in tasks.items():
         if name in optimizers and joined.name not in found:
             found[joined.name] = joined
+        if name in hooks:
+            found[hooks[name].name] = hooks[name]
         found[name] = optimizers.get(name, task)
     found.setdefault(joined.name, joined)
     for task in link_tasks:
