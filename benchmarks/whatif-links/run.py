@@ -1,9 +1,14 @@
-"""Trains over real links and predicts the same: python benchmarks/whatif-links/run.py; needs root, takes minutes.
+"""Trains over real links and predicts the same; needs root, takes five minutes.
+
+    python benchmarks/whatif-links/run.py [LINK ...] [--out FOLDER]      links by their number; all if none is given
+    python benchmarks/whatif-links/run.py again [FILE]                   predicts the cases of a result once more
+
 
 For every link DDP and FSDP2 are trained by one process per host, each a network namespace, in turn with the same
 network alone (as many processes, which do not speak) and with probes: the three collectives in four sizes. The
 prediction knows the step alone, the probes of the same rounds, and the recorded step; nothing of the training over the
-link.
+link. A host has one core: a rank's own work and its collectives share it. Where the machine has fewer cores than there
+are ranks, they share those.
 
 Ranks keep the memory that they free. By default glibc gives a buffer of some MiB back at once, and every page of the
 next is made anew, which took 9 ms for 16 MiB on this machine, six times as long as copying them; frameworks that train
@@ -24,12 +29,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hosts import hosts
+import torch
+from hosts import hosts, unavailable
 from networks import NETWORKS
 from probed_link import ProbedLink
 from worker import SIZES
 
-from outcore.machine import known
+from outcore.machine import Device
+from outcore.machine.probe_cpu import cpu_memory_bytes, cpu_name, measure_copy, measure_dispatch, measure_matmul
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
 from outcore.whatif.recording import Recording, record_setup
@@ -45,6 +52,8 @@ LINKS = [
     (2, 1000, 10.0),
     (2, 100, 10.0),
 ]
+ROUNDS = (int(os.environ.get("ROUNDS", "9")), 5)
+"""Of a fast and of a slow link."""
 CASES = [(network, strategy) for network in NETWORKS for strategy in ("data_parallel", "sharded")]
 
 
@@ -68,10 +77,10 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
         return found
 
 
-def link_of(probe: dict[str, list[list[float]]], ranks: int, name: str) -> ProbedLink:
+def link_of(probe: dict[str, list[list[float]]], ranks: int, name: str, cores: int) -> ProbedLink:
     """The link as its probes have it."""
     points = {kind: tuple((size, s, core) for size, s, core in found) for kind, found in probe.items()}
-    return ProbedLink.of(name, points, ranks / len(os.sched_getaffinity(0)))
+    return ProbedLink.of(name, points, ranks / cores)
 
 
 def probes_of(found: dict[str, Any]) -> dict[str, list[list[float]]]:
@@ -92,7 +101,7 @@ def predict_again(path: Path, recordings: dict[str, Recording]) -> None:
     """Predict the cases of a result once more, from the same measurements."""
     document = json.loads(path.read_text())
     for row in document["rows"]:
-        link = link_of(row["probe"], row["ranks"], row["link"])
+        link = link_of(row["probe"], row["ranks"], row["link"], row["cores"])
         row["predicted_s"] = predicted(recordings[row["network"]], row["strategy"], row["ranks"], row["alone_s"], link)
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
         row["predicted_helps"] = row["ranks"] * row["alone_s"] > row["predicted_s"]
@@ -117,41 +126,63 @@ def summary(rows: list[dict[str, Any]]) -> None:
     print(f"{len(rows)} cases, median error {median:.1%}, worst {errors[-1]:.1%}, verdict right in {right}")
 
 
+def one_core() -> Device:
+    """A core of this machine, measured."""
+    torch.set_num_threads(1)
+    rates = {"fp32": measure_matmul("fp32") or 1e11}
+    name = f"one core of {cpu_name()}"
+    return Device(name, "cpu", cpu_memory_bytes(), measure_copy(), rates, dispatch_s=measure_dispatch())
+
+
 def main() -> None:
-    device = known().devices[0]
+    words = sys.argv[1:]
+    folder = Path(words.pop(words.index("--out") + 1)) if "--out" in words else HERE / "results"
+    words = [word for word in words if word != "--out"]
+    if (why := unavailable()) is not None and "again" not in words:
+        raise SystemExit(why)
+    device = one_core()
     recordings = {name: record_setup(TrainingSetup(job), device) for name, job in NETWORKS.items()}
     rows: list[dict[str, Any]] = []
-    path = HERE / "results" / f"{datetime.date.today()}.json"
-    if "again" in sys.argv:
-        predict_again(path, recordings)
+    path = folder / f"{datetime.date.today()}.json"
+    if "again" in words:
+        predict_again(Path(words[1]) if len(words) > 1 else path, recordings)
         return
-    wanted = [int(n) for n in sys.argv[1:]] or range(len(LINKS))
-    if sys.argv[1:] and path.exists():
+    if words and path.exists():
         rows = json.loads(path.read_text())["rows"]
-    for count, rate, delay in (LINKS[n] for n in wanted):
-        name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
-        with hosts(count, rate, delay) as names:
-            every = trained(names, 9 if rate >= 1000 else 5)
-            for network, strategy in CASES:
-                found = every[network]
-                probe = probes_of(found)
-                link = link_of(probe, count, name)
-                alone, real = found["alone"], found[strategy]
-                predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
-                rows.append(
-                    {
-                        "ranks": count, "link": name, "network": network, "strategy": strategy,
-                        "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
-                        "error": predicted_s / real["step_s"] - 1,
-                        "predicted_helps": count * alone["step_s"] > predicted_s,
-                        "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
-                        "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
-                        "alone_core_s": alone["core_s"], "measured_core_s": real["core_s"],
-                    }
-                )  # fmt: skip
-                show(rows[-1])
-                path.write_text(json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
+    for number in [int(n) for n in words] or range(len(LINKS)):
+        try:
+            rows += measured(*LINKS[number], recordings)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # the other links are still worth having
+            print(f"{LINKS[number]}: {error}", flush=True)
+        path.write_text(json.dumps({"device": device.name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     summary(rows)
+
+
+def measured(count: int, rate: int, delay: float, recordings: dict[str, Recording]) -> list[dict[str, Any]]:
+    """Rows of one link."""
+    rows: list[dict[str, Any]] = []
+    name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
+    with hosts(count, rate, delay) as names:
+        every = trained(names, ROUNDS[0] if rate >= 1000 else ROUNDS[1])
+    for network, strategy in CASES:
+        found = every[network]
+        probe = probes_of(found)
+        alone, real = found["alone"], found[strategy]
+        link = link_of(probe, count, name, every["cores"])
+        predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
+        rows.append(
+            {
+                "ranks": count, "link": name, "network": network, "strategy": strategy, "cores": every["cores"],
+                "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
+                "error": predicted_s / real["step_s"] - 1,
+                "predicted_helps": count * alone["step_s"] > predicted_s,
+                "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
+                "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
+                "alone_core_s": alone["core_s"], "measured_core_s": real["core_s"],
+            }
+        )  # fmt: skip
+        show(rows[-1])
+    return rows
 
 
 if __name__ == "__main__":
