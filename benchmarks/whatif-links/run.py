@@ -20,6 +20,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -70,9 +71,13 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             }  # fmt: skip
             words = [sys.executable, str(HERE / "worker.py"), str(out), str(steps)]
             started.append(subprocess.Popen(["ip", "netns", "exec", name, *words], env=env, stderr=subprocess.DEVNULL))
-        for process in started:
-            if process.wait(timeout=200):
-                raise RuntimeError("a rank failed")
+        try:
+            for process in started:
+                if process.wait(timeout=200):
+                    raise RuntimeError("a rank failed")
+        finally:
+            for process in started:
+                process.kill()
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -120,6 +125,8 @@ def show(row: dict[str, Any]) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
     errors = sorted(abs(row["error"]) for row in rows)
     right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
     median = statistics.median(errors)
@@ -140,6 +147,7 @@ def main() -> None:
     words = [word for word in words if word != "--out"]
     if (why := unavailable()) is not None and "again" not in words:
         raise SystemExit(why)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no namespace is left behind
     device = one_core()
     recordings = {name: record_setup(TrainingSetup(job), device) for name, job in NETWORKS.items()}
     rows: list[dict[str, Any]] = []
