@@ -96,7 +96,6 @@ def _below(share: float) -> Callable[[Rows], int]:
 def ways() -> list[Row]:
     """The rows of a case, the most telling first."""
     least = tuple(f"compile {b}" for b in BUDGETS[:2])
-    every = tuple(f"compile {b}" for b in BUDGETS)
     half, third = SHARES
     return [
         Row("compile 1.0", "a", ()),
@@ -107,7 +106,7 @@ def ways() -> list[Row]:
         Row("ours compile at 0.1", "a", ("compile 0.1",), _at("0.1")),
         Row("compile reduce-overhead", "a", ()),
         *(Row(f"compile {b}", "a", ()) for b in BUDGETS[2:]),
-        Row(f"ours compile {third} of compile", "a", every, _below(SHARES[third])),
+        Row(f"ours compile {third} of compile", "a", least, _below(SHARES[third])),
         *(Row(f"ours compile at {b}", "a", (f"compile {b}",), _at(b)) for b in BUDGETS[2:]),
     ]
 
