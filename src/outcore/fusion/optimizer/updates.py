@@ -78,40 +78,30 @@ def _sgd(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> 
 # Adam and its kin
 
 
-def _adam_common(group: Group) -> Numbers:
-    """The numbers that all of them have; weight decay is either part of the gradient or shrinks the parameter."""
+def _adam_state(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else []))
+
+
+def _adam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
     b1, b2 = (_number(b) for b in group["betas"])
     lr, decay = _number(group["lr"]), _number(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay"))
     return {
         "b1": b1,
         "b2": b2,
+        "size": lr / (1 - b1**step),
+        "root": math.sqrt(1 - b2**step),
         "eps": _number(group["eps"]),
         "weight_decay": 0.0 if decoupled else decay,
         "shrink": 1 - lr * decay if decoupled else 1.0,
     }
 
 
-def _moments(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> tuple[Tensor, Tensor]:
-    """Update both moments; returns the parameter after its decay and the gradient with it."""
+def _adam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
     g = _decayed(p, g, h, group)
+    p = p * h["shrink"]
     s["exp_avg"] = h["b1"] * s["exp_avg"] + (1 - h["b1"]) * g
     s["exp_avg_sq"] = h["b2"] * s["exp_avg_sq"] + (1 - h["b2"]) * g * g
-    return p * h["shrink"], g
-
-
-def _adam_state(group: Group) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else []))
-
-
-def _adam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
-    common = _adam_common(group)
-    size, root = _number(group["lr"]) / (1 - common["b1"] ** step), math.sqrt(1 - common["b2"] ** step)
-    return {**common, "size": size, "root": root}
-
-
-def _adam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
-    p, g = _moments(p, g, s, h, group)
     second = s["exp_avg_sq"]
     if "max_exp_avg_sq" in s:
         second = s["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], second)
@@ -119,30 +109,38 @@ def _adam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) ->
 
 
 def _nadam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
-    common = _adam_common(group)
-    lr, rate = _number(group["lr"]), _number(group["momentum_decay"])
-    mu = common["b1"] * (1.0 - 0.5 * 0.96 ** (step * rate))
-    following = common["b1"] * (1.0 - 0.5 * 0.96 ** ((step + 1) * rate))
+    b1, b2 = (_number(b) for b in group["betas"])
+    lr, decay, rate = _number(group["lr"]), _number(group["weight_decay"]), _number(group["momentum_decay"])
+    mu = b1 * (1.0 - 0.5 * 0.96 ** (step * rate))
+    following = b1 * (1.0 - 0.5 * 0.96 ** ((step + 1) * rate))
     kept["mu_product"] = (
         torch.tensor(kept["mu_product"], device="cpu") * mu
     ).item()  # torch keeps it in the default dtype
+    decoupled = bool(group.get("decoupled_weight_decay"))
     return {
-        **common,
+        "b1": b1,
+        "b2": b2,
         "now": lr * (1 - mu) / (1 - kept["mu_product"]),
         "next": lr * following / (1 - kept["mu_product"] * following),
-        "correction": 1 - common["b2"] ** step,
+        "correction": 1 - b2**step,
+        "eps": _number(group["eps"]),
+        "weight_decay": 0.0 if decoupled else decay,
+        "shrink": 1 - lr * decay if decoupled else 1.0,
     }
 
 
 def _nadam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
-    p, g = _moments(p, g, s, h, group)
+    g = _decayed(p, g, h, group)
+    p = p * h["shrink"]
+    s["exp_avg"] = h["b1"] * s["exp_avg"] + (1 - h["b1"]) * g
+    s["exp_avg_sq"] = h["b2"] * s["exp_avg_sq"] + (1 - h["b2"]) * g * g
     root = (s["exp_avg_sq"] / h["correction"]).sqrt() + h["eps"]
     return p - h["now"] * g / root - h["next"] * s["exp_avg"] / root
 
 
 def _radam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
-    common = _adam_common(group)
-    b2 = common["b2"]
+    b1, b2 = (_number(b) for b in group["betas"])
+    lr, decay = _number(group["lr"]), _number(group["weight_decay"])
     correction = 1 - b2**step
     longest = 2 / (1 - b2) - 1
     length = longest - 2 * step * (b2**step) / correction
@@ -152,12 +150,24 @@ def _radam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
         factor = math.sqrt(
             (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         ) * math.sqrt(correction)
-    size = _number(group["lr"]) / (1 - common["b1"] ** step)
-    return {**common, "size": size, "factor": factor, "plain": 0.0 if rectified else 1.0}
+    decoupled = bool(group.get("decoupled_weight_decay"))
+    return {
+        "b1": b1,
+        "b2": b2,
+        "size": lr / (1 - b1**step),
+        "factor": factor,
+        "plain": 0.0 if rectified else 1.0,
+        "eps": _number(group["eps"]),
+        "weight_decay": 0.0 if decoupled else decay,
+        "shrink": 1 - lr * decay if decoupled else 1.0,
+    }
 
 
 def _radam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
-    p, g = _moments(p, g, s, h, group)
+    g = _decayed(p, g, h, group)
+    p = p * h["shrink"]
+    s["exp_avg"] = h["b1"] * s["exp_avg"] + (1 - h["b1"]) * g
+    s["exp_avg_sq"] = h["b2"] * s["exp_avg_sq"] + (1 - h["b2"]) * g * g
     return p - h["size"] * s["exp_avg"] * (h["plain"] + h["factor"] / (s["exp_avg_sq"].sqrt() + h["eps"]))
 
 
