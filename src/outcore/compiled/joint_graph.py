@@ -28,7 +28,6 @@ from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
 from outcore.machine.device import Device
 from outcore.machine.known import known
-from outcore.memory.cuda_graphs.pool import without_limit
 from outcore.memory.offload.bandwidth import tier_below
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
@@ -63,8 +62,7 @@ class Rates:
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         below = None
         if link:
-            with without_limit(device):
-                below = tier_below(device, sys.maxsize, spills=False)
+            below = tier_below(device, sys.maxsize, spills=False)
         if device.type != "cuda":
             return cls(1e10, dict.fromkeys(kinds, 3e10), link=below)
         here = next(one for one in known().devices if one.kind == "cuda")

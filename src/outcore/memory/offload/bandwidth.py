@@ -1,4 +1,5 @@
-"""How fast a device copies to its host and disk, measured in a fraction of a second."""
+"""How fast a device copies to its host and disk, measured in a fraction of a second, whatever limit of memory the
+process has set for itself."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import cache
 
 import torch
 
+from outcore.memory.cuda_graphs.pool import without_limit
 from outcore.memory.offload.backends import DiskBackend, HostBackend
 from outcore.memory.offload.host_limit import host_limit_bytes
 from outcore.memory.offload.scratch_file import ScratchFile
@@ -22,13 +24,8 @@ def measured_tier(device: torch.device) -> OffloadTarget:
     """The backend for a device with its measured rates."""
     size = _PROBE_BYTES[device.type]
     if device.type == "cuda":
-        below = HostBackend(device, size)  # the very kind of memory that buffers will go to
-        host, there = below.memory, torch.empty(size, dtype=torch.uint8, device=device)
-        there.copy_(host)
-        out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
-        below.close()
-        # Both ways at once share the bus a little, and kernels share the memory with the copies.
-        return OffloadTarget(0.85 * size / out, 0.85 * size / back)
+        with without_limit(device):
+            return _measured_host(device, size)
     tier, flat = DiskBackend(size), torch.ones(size, dtype=torch.uint8, device="cpu")
     start = time.perf_counter()
     buffer = tier.evict(flat)
@@ -39,6 +36,16 @@ def measured_tier(device: torch.device) -> OffloadTarget:
     del buffer
     tier.close()
     return OffloadTarget(size / (middle - start), size / (end - middle), least_bytes=2**16)
+
+
+def _measured_host(device: torch.device, size: int) -> OffloadTarget:
+    below = HostBackend(device, size)  # the very kind of memory that buffers will go to
+    host, there = below.memory, torch.empty(size, dtype=torch.uint8, device=device)
+    there.copy_(host)
+    out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
+    below.close()
+    # Both ways at once share the bus a little, and kernels share the memory with the copies.
+    return OffloadTarget(0.85 * size / out, 0.85 * size / back)
 
 
 def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> OffloadTarget:
@@ -71,10 +78,15 @@ def measured_disk() -> OffloadTarget:
 @cache
 def memory_rate(device: torch.device) -> float:
     """Bytes per second that a device reads and writes in its own memory."""
+    with without_limit(device):
+        return _copy_rate(device)
+
+
+def _copy_rate(device: torch.device) -> float:
     a = torch.empty(_PROBE_BYTES[device.type] // 4, device=device)
     b = torch.empty_like(a)
     b.copy_(a)
-    return 2 * a.numel() * 4 / _seconds(lambda: b.copy_(a))
+    return 2 * a.nbytes / _seconds(lambda: b.copy_(a))
 
 
 def _seconds(run: object) -> float:
