@@ -5,8 +5,8 @@
 Measured are the bytes of living tensors at the peak of an epoch of two batches, after one that was not measured: all
 that operations made, weights, optimizer state, inputs and targets. They are counted twice. A dispatch mode sees the
 tensors alone, but while it is there autograd never adds gradients in place; the profiler sees what the allocator gives,
-with the scratch memory of kernels in it. Both are at least the living tensors, and the smaller one is taken. On a GPU,
-what the allocator has reserved is noted, too.
+with the scratch memory of kernels in it, less that of convolutions, which they take and give back themselves. Both are
+at least the living tensors, and the smaller one is taken. On a GPU, what the allocator has reserved is noted, too.
 """
 
 from __future__ import annotations
@@ -81,8 +81,36 @@ def measured(model: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, int]:
 
 
 def _most_allocated(seen: profile) -> int:
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), default=0)
+    """The most that was allocated at once, less what a convolution takes and gives back itself."""
+    found: list[tuple[int, int, int, Any]] = []
+    stack = list(seen.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.typed[1]
+            found.append((event.start_time_ns, fields.alloc_size, fields.ptr, event.parent))
+    taken: dict[int, tuple[int, Any]] = {}
+    own = set[int]()
+    found.sort(key=lambda one: one[0])
+    for place, (_, size, pointer, parent) in enumerate(found):
+        if size > 0:
+            taken[pointer] = place, _convolution(parent)
+        elif pointer in taken:
+            begun, owner = taken.pop(pointer)
+            if owner is not None and owner == _convolution(parent):
+                own |= {begun, place}
+    return max(accumulate(size for place, (_, size, *_) in enumerate(found) if place not in own), default=0)
+
+
+def _convolution(event: Any) -> int | None:
+    """The outermost convolution in which an operation runs."""
+    found = None
+    while event is not None:
+        if "convolution" in event.name:
+            found = event.id
+        event = event.parent
+    return found
 
 
 def build(name: str, optimizer: str = "adam") -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ it asks for. Weights, statistics and seeds are put back afterwards.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import math
 from collections.abc import Sequence
@@ -64,7 +65,11 @@ class FitTrial:
         self.standing: list[int] = []
         """Sizes of what is there throughout a step."""
         self.loss = FitLoss(keras, model)
+        if not self._takes_loss():
+            self.loss.given, self.loss.weights = "mse", None
         self.targets = self._targets(self.specs[0].shape[0])
+        self.measures = True
+        """Whether the metrics of the model take such targets."""
         self._last: tuple[tuple[Segment, ...], Any] = (), None
 
     @property
@@ -77,17 +82,28 @@ class FitTrial:
         batch = math.ceil(self.specs[0].shape[0] / self.parts)
         inputs = [self.tf.TensorSpec((batch, *spec.shape[1:]), spec.dtype) for spec in self.specs]
         targets = self._targets(batch)
-        fitted = self.fitted(segments)
-        given = [*inputs, *self.keras.tree.flatten(targets)]
+        try:
+            function = self._traced(self.fitted(segments), inputs, targets)
+        except (ValueError, TypeError, self.tf.errors.OpError):
+            if not self.measures:
+                raise
+            self.measures, self._last = False, ((), None)  # metrics of one's own may ask for other targets
+            function = self._traced(self.fitted(segments), inputs, targets)
+        return graph_memory(optimized(function), self.standing).peak_bytes
+
+    def _traced(self, fitted: Any, inputs: list[Any], targets: Any) -> Any:
+        """The step of ``fit`` over a micro-batch, as a traced function."""
 
         def step(*flat: Any) -> Any:
             x = self._structured(flat[: len(inputs)])
             y = self.keras.tree.pack_sequence_as(targets, list(flat[len(inputs) :]))
             return type(fitted).train_step(fitted, (x, y))
 
-        function = self.tf.function(step, autograph=False).get_concrete_function(*given)
-        self.model._clear_losses()
-        return graph_memory(optimized(function), self.standing).peak_bytes
+        try:
+            given = [*inputs, *self.keras.tree.flatten(targets)]
+            return self.tf.function(step, autograph=False).get_concrete_function(*given)
+        finally:
+            self.model._clear_losses()
 
     def run(self, segments: tuple[Segment, ...]) -> int | None:
         """What some steps of ``fit`` take, with what stands throughout; none where it is not counted.
@@ -134,18 +150,18 @@ class FitTrial:
     def _compile(self, made: Any) -> None:
         compiled = self.model if getattr(self.model, "compiled", False) else None
         metrics = getattr(compiled, "_compile_metrics", None)
-        options = {
-            "loss": self.loss.given if self._takes_loss() else "mse",
-            "loss_weights": self.loss.weights if self._takes_loss() else None,
-            "jit_compile": False,
-            "run_eagerly": bool(getattr(compiled, "run_eagerly", False)),
-        }
-        optimizer = self._optimizer(compiled)
-        measured = {
-            "metrics": _copied(self.keras, getattr(metrics, "_user_metrics", None)),
-            "weighted_metrics": _copied(self.keras, getattr(metrics, "_user_weighted_metrics", None)),
-        }
-        made.compile(optimizer=optimizer, **options, **measured)
+        measured: dict[str, Any] = {}
+        if metrics is not None and self.measures:
+            measured["metrics"] = _copied(self.keras, metrics._user_metrics)
+            measured["weighted_metrics"] = _copied(self.keras, metrics._user_weighted_metrics)
+        made.compile(
+            optimizer=self._optimizer(compiled),
+            loss=copy.copy(self.loss.given),
+            loss_weights=copy.copy(self.loss.weights),
+            jit_compile=False,
+            run_eagerly=bool(getattr(compiled, "run_eagerly", False)),
+            **measured,
+        )
         made.optimizer.build(made.trainable_variables)
 
     def _takes_loss(self) -> bool:
