@@ -237,8 +237,8 @@ def _busy(events: Iterable[Event]) -> dict[str, float]:
 
 
 def cpu_of(machine: Machine) -> Device:
-    """A machine's CPU. Where it has a GPU, no rates of the CPU are known; the loss and the update, all that is estimated
-    here, are then taken at an assumed one."""
+    """A machine's CPU. Where it has a GPU, no rates of the CPU are known; the loss and the update, all that is
+    estimated here, are then taken at an assumed one."""
     found = machine.device("cpu")
     return found if found.rates else replace(found, rates=dict.fromkeys(PRECISIONS, 5e10))
 
