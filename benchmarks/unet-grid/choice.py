@@ -282,6 +282,7 @@ def main() -> None:
         return
     import torch
     from hosts import unavailable
+    from times import cpu_of
 
     from outcore.cost.costs import Costs
     from outcore.machine import known
@@ -310,7 +311,7 @@ def main() -> None:
             host_s=wire["host_s"],
         )
         at_once = min(cores, ranks)
-        machine = replace(one, devices=(one.device("cpu"),) * ranks, between_devices=link, processors=at_once)
+        machine = replace(one, devices=(cpu_of(one),) * ranks, between_devices=link, processors=at_once)
         planned = []
         for case in cases:
             found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]

@@ -34,7 +34,8 @@ from torch import nn
 import outcore
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
-from outcore.machine import known, parse
+from outcore.machine import Device, known, parse
+from outcore.machine.device import PRECISIONS
 from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 from outcore.models import UNet
@@ -128,10 +129,10 @@ def measure_link(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> d
                 found[nbytes] = statistics.median(walls), used / times
         messages.waits.clear()
         engine.worker._noted.clear()
-    return _fitted(found) if found else {}
+    return _fitted(found, cuda) if found else {}
 
 
-def _fitted(found: dict[int, tuple[float, float]]) -> dict[str, Any]:
+def _fitted(found: dict[int, tuple[float, float]], cuda: bool) -> dict[str, Any]:
     walls = {nbytes: wall for nbytes, (wall, _) in found.items()}
     weights = [1 / seconds**2 for seconds in walls.values()]
     mean_x = sum(w * x for w, x in zip(weights, walls, strict=True)) / sum(weights)
@@ -139,7 +140,8 @@ def _fitted(found: dict[int, tuple[float, float]]) -> dict[str, Any]:
     over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, walls.items(), strict=True))
     slope = over / sum(w * (x - mean_x) ** 2 for w, x in zip(weights, walls, strict=True))
     small = min(found)
-    host_s = min(found[small][1], walls[small]) / 2
+    # Where a GPU computes, its host is not kept from anything; and it is busy while it waits.
+    host_s = 0.0 if cuda else min(found[small][1], walls[small]) / 2
     return {
         "bytes_per_s": 1 / max(1e-12, slope),
         "latency_s": max(0.0, mean_y - slope * mean_x - 2 * host_s),
@@ -234,9 +236,16 @@ def _busy(events: Iterable[Event]) -> dict[str, float]:
     return found
 
 
+def cpu_of(machine: Machine) -> Device:
+    """A machine's CPU. Where it has a GPU, no rates of the CPU are known; the loss and the update, all that is
+    estimated here, are then taken at an assumed one."""
+    found = machine.device("cpu")
+    return found if found.rates else replace(found, rates=dict.fromkeys(PRECISIONS, 5e10))
+
+
 def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
     one = parse("h200") if cuda else known()
-    device = one.devices[0] if cuda else one.device("cpu")
+    device = one.devices[0] if cuda else cpu_of(one)
     return replace(one, devices=(device,) * ranks, between_devices=link, processors=None if cuda else cores)
 
 

@@ -133,7 +133,7 @@ def measure_part(
 
     rows = [one() for _ in range(steps)][_SKIPPED:]
     forward = {name: statistics.median(row[0][name] for row in rows) for name in rows[0][0]}
-    exchanges_s, back_s = (statistics.median(row[k] for row in rows) for k in (1, 2))
+    exchanges_s, back_s = statistics.median(row[1] for row in rows), statistics.median(row[2] for row in rows)
     return _beyond_the_share(layout, weights, forward, exchanges_s, back_s)
 
 

@@ -98,9 +98,9 @@ class _Scripts:
     def _node(self, node: RegionNode) -> tuple[list[_Action], list[_Action]]:
         """What a node does forward, and backward in the order of doing."""
         if node.norm is not None:  # its cost is in the norm's call, its sum in backward comes there
-            beyond = self.parts.of(node.output, backward=False), self.parts.of(node.output, backward=True)
-            taken, back = (([PartCompute((s,) * self.count)] if s > 0 else []) for s in beyond)
-            return [*taken, *self._sum(node, node.output)], list(back)
+            ways = [self.parts.of(node.output, backward=way) for way in (False, True)]
+            taken, back = ([PartCompute((s,) * self.count)] if s > 0 else [] for s in ways)
+            return [*taken, *self._sum(node, node.output)], [*back]
         cost, outputs = self.weights.calls[node.call], max(1, len(self.network.graph.calls[node.call].outputs))
         shares = [self.fraction * share for share in self.layout.shares(node)]
         beyond = [self.parts.of(node.output, backward=way) for way in (False, True)]
