@@ -93,7 +93,22 @@ def estimate(
     if device.kind == "cpu":
         calls = {name: _moving(cost, _fresh_bytes(cost), _FRESH_BYTES_PER_S, device) for name, cost in calls.items()}
     costs = replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
-    return _issued(costs, device) if device.kind == "cuda" else costs
+    return _issued(costs, device) if device.kind == "cuda" else _on_one_clock(costs)
+
+
+def _on_one_clock(costs: Costs) -> Costs:
+    """Costs of a CPU, where launching is part of running: no call takes less than its launch, and none runs ahead."""
+
+    def joined(timing: TimedRuns | None) -> TimedRuns | None:
+        if timing is None:
+            return None
+        return replace(timing.longer(max(0.0, timing.dispatch_s - timing.median_s)), dispatch_s=0.0)
+
+    calls = {
+        name: replace(cost, forward=joined(cost.forward), backward=joined(cost.backward))
+        for name, cost in costs.calls.items()
+    }
+    return replace(costs, calls=calls)
 
 
 def _predicted(

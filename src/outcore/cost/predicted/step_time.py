@@ -142,32 +142,20 @@ def backward_with_sums(graph: Graph, costs: Costs) -> dict[str, TimedRuns]:
         if again and costs.sum_bytes_per_s:
             more_s = sum(3 * graph.values[of].bytes for of in again) / costs.sum_bytes_per_s
             issuing_s = timing.dispatch_s + len(again) * costs.sum_dispatch_s
-            times = {name: getattr(timing, name) + more_s for name in ("min_s", "median_s", "max_s")}
-            timing = replace(timing, dispatch_s=issuing_s, **times)
+            timing = replace(timing.longer(more_s), dispatch_s=issuing_s)
         found[name] = timing
     return found
 
 
-def launch_s(timing: TimedRuns, costs: Costs) -> float:
-    """What the host takes for a call and its device does not.
-
-    On a CPU both are one: launching is part of running, except of what takes no time of its own (views), or by estimate
-    less than any call takes.
-    """
-    if costs.device_kind == "cpu":
-        return costs.between_s + max(0.0, timing.dispatch_s - timing.median_s)
-    return costs.between_s + timing.dispatch_s
-
-
 def _wait_s(forward: list[TimedRuns], backward: list[TimedRuns], optimizer: TimedRuns | None, costs: Costs) -> float:
     """The time in which the device is idle because the host has not launched the next call yet."""
-    if costs.device_kind == "cpu":
-        return sum(launch_s(timing, costs) for timing in (*forward, *backward))
+    if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where launching is part of running
+        return costs.between_s * (len(forward) + len(backward))
     host = device = busy = 0.0
     for calls, start_s in ((forward, 0.0), (backward, costs.start_s)):
         host += start_s if calls else 0.0
         for timing in calls:
-            host += launch_s(timing, costs)
+            host += timing.dispatch_s + costs.between_s
             device = max(device, host) + timing.median_s
             busy += timing.median_s
     if optimizer is not None:  # many kernels: the device begins long before the host has issued the last
