@@ -60,9 +60,9 @@ class _Command(TyperCommand):
         for name in ("svg", "html", "page", "trace", "export", "output"):
             if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
                 _check_file(Path(path))
-        for name in ("out", "output"):
+        for name, option in (("out", "--out"), ("output", "--output"), ("folder", "--out")):
             if self.name in _FOLDERS and ctx.params.get(name) is not None:
-                _check_folder(Path(ctx.params[name]), f"--{name}")
+                _check_folder(Path(ctx.params[name]), option)
         if (memory := ctx.params.get("memory")) is not None:
             from outcore.machine.units import parse_budget
 
