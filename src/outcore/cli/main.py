@@ -192,9 +192,9 @@ def _run() -> None:
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        said = f"{error.filename or 'what was to be written'}: {error.strerror or error}"
+        refused = f"{error.filename or 'what was to be written'}: {error.strerror or error}"
         elsewhere = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
-        typer.echo(said + ("; name a place that takes it: --out or -o" if elsewhere else ""), err=True)
+        typer.echo(refused + ("; name a place that takes it: --out or -o" if elsewhere else ""), err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
