@@ -37,6 +37,7 @@ from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.search import smallest
 from outcore.program.plan.document import Plan
 from outcore.program.policies import parse_policies
+from outcore.stream.plan.step_document import StreamedStep
 
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -166,9 +167,10 @@ def verify_job(
     within(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
     chosen = memory_plan(model)
     assert not isinstance(chosen, TensorFlowPlan)  # a job's Keras model comes as its torch twin
-    if crop is None:  # a plan in tiles counts the images beside a curve that has them
-        known = "known_plain_bytes" if isinstance(chosen, MemoryPlan) else "plain_bytes"
-        chosen = replace(chosen, **{known: plain_bytes})
+    if crop is None and isinstance(chosen, MemoryPlan):
+        chosen = replace(chosen, known_plain_bytes=plain_bytes)
+    elif crop is None and isinstance(chosen, StreamedStep):  # it counts the images beside a curve that has them
+        chosen = replace(chosen, plain_bytes=plain_bytes)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -60,9 +60,9 @@ class _Command(TyperCommand):
         for name in ("svg", "html", "page", "trace", "export", "output"):
             if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
                 _check_file(Path(path))
-        for name in ("out", "output"):
+        for name, option in (("out", "--out"), ("output", "--output"), ("folder", "--out")):
             if self.name in _FOLDERS and ctx.params.get(name) is not None:
-                _check_folder(Path(ctx.params[name]), f"--{name}")
+                _check_folder(Path(ctx.params[name]), option)
         if (memory := ctx.params.get("memory")) is not None:
             from outcore.machine.units import parse_budget
 
@@ -192,9 +192,9 @@ def _run() -> None:
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        said = f"{error.filename or 'what was to be written'}: {error.strerror or error}"
+        refused = f"{error.filename or 'what was to be written'}: {error.strerror or error}"
         elsewhere = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
-        typer.echo(said + ("; name a place that takes it: --out or -o" if elsewhere else ""), err=True)
+        typer.echo(refused + ("; name a place that takes it: --out or -o" if elsewhere else ""), err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -135,8 +135,9 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
 async def _unless(leaving: asyncio.Event, answer: Awaitable[Response]) -> Response | None:
     """An answer, or none where the server is told to leave before there is one."""
     answering, left = asyncio.ensure_future(answer), asyncio.ensure_future(leaving.wait())
+    either: set[asyncio.Future[Any]] = {answering, left}
     try:
-        await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return answering.result() if answering.done() else None
     finally:
         await _cancel(answering, left)
@@ -150,7 +151,8 @@ async def _stream(supervisor: Supervisor, leaving: asyncio.Event) -> AsyncIterat
     try:
         while not leaving.is_set():
             following = following or asyncio.ensure_future(anext(messages))
-            done, _ = await asyncio.wait({following, left}, timeout=_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {following, left}
+            done, _ = await asyncio.wait(either, timeout=_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             if following in done:
                 yield f"data: {following.result()}\n\n"
                 following = None

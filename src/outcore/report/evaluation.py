@@ -180,7 +180,7 @@ def _curves(name: str, scores: Array, positive: Array, draws: Array) -> tuple[Ev
     )
 
 
-def _wider(drawn: Sequence[float], score: tuple[float, float]) -> tuple[float, float]:
+def _wider(drawn: Array, score: tuple[float, float]) -> tuple[float, float]:
     """The interval from the lower of two lower ends to the upper of two upper ones."""
     return min(float(drawn[0]), score[0]), max(float(drawn[1]), score[1])
 

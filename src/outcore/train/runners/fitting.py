@@ -78,21 +78,22 @@ def fit(
         return _tiled(model, config.plan.tile)
     if budget is None:
         return FittedModel(model)
-    counted = " (live tensors; the process takes more)" if device_here(config.train.device)[0] == "cpu" else ""
-    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory) + counted)
+    on_cpu = device_here(config.train.device)[0] == "cpu"
+    counts = (("memory", "live tensors are counted; the process takes more"),) if on_cpu else ()
+    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory))
     loss = StepLoss.of(model, job, first, expected)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
     if before is not None and before.stream is not None and before.memory_bytes == budget:
         if expected.graph is not None and before.graph == expected.graph.fingerprint:
-            return _by_plan(model, before).deciding(allowed)
+            return _by_plan(model, before).deciding(*counts, allowed)
     made = _within_or_streamed(model, job, config, expected, first, budget, loss)
     if made.plan is not None:
         made.plan.save(folder.plan)
     if not made.decisions:
         assert made.peak_bytes is not None
         said = f"{allowed[1]}, enough for a plain step, which needs {format_bytes(made.peak_bytes)} with its loss"
-        return made.deciding(("budget", said))
-    return made.deciding(allowed)
+        return made.deciding(*counts, ("budget", said))
+    return made.deciding(*counts, allowed)
 
 
 def refit(
