@@ -14,7 +14,7 @@ CONVERGED = "(4 * eps * size + eps * eps * size.amax())"
 KILLED = "test_nothing_is_lost_beyond_the_last_checkpoint_when_a_rank_is_killed"
 TESTS = {
     "memory/replay/replay_buffer.py": "tests/memory/test_replays.py",
-    "memory/saved_tensors/saved_buffer.py": "tests/memory/test_replays.py",
+    "memory/saved_tensors/saved_buffer.py": "tests/memory/saved_tensors/test_managed_forward.py",
     "memory/saved_tensors/managed_forward.py": "tests/memory/test_replays.py",
     "planner/pipeline/search.py": "tests/planner/test_choosing.py",
     "planner/memory/evaluate.py": "tests/planner/test_evaluate.py",
