@@ -77,7 +77,7 @@ class Tests:
     def call(
         self, arguments: list[str], time_s: float, plugin: Callable[[], Any] | None = None, kernels: bool = False
     ) -> int | None:
-        """Pytest's exit status; none if it took more seconds of a core, or ten times as many on a busy machine."""
+        """Pytest's exit status; none if it took more seconds of a core, or four times as many on a busy machine."""
         child = os.fork()
         if not child:
             os.setpgid(0, 0)
@@ -106,7 +106,7 @@ class Tests:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-        end = time.monotonic() + 10 * time_s
+        end = time.monotonic() + 4 * time_s
         while time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
