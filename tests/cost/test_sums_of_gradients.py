@@ -55,6 +55,19 @@ class Held(nn.Module):
         return ((waiting + a) * 3.0).sum() + (small * 5.0).sum()
 
 
+class Joined(nn.Module):
+    """The gradient of a part of a concatenation lies in that of the whole: nothing is added in place there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 300)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        once = (a * 2.0).sum()
+        return once + (torch.cat([a, x.repeat(1, 200)], 1) * 3.0).sum()
+
+
 def counted(model: nn.Module, x: Tensor) -> int:
     """The most that is allocated in backward, with the parameters and the input."""
     loss = model(x)
@@ -70,8 +83,14 @@ def counted(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(Shared, (2, 300)), (lambda: Fork(2), (200, 5)), (lambda: Fork(3), (200, 5)), (Held, (200, 5))],
-    ids=["a shared weight", "two ways", "three ways", "a gradient that two hold"],
+    [
+        (Shared, (2, 300)),
+        (lambda: Fork(2), (200, 5)),
+        (lambda: Fork(3), (200, 5)),
+        (Held, (200, 5)),
+        (Joined, (200, 5)),
+    ],
+    ids=["a shared weight", "two ways", "three ways", "a gradient that two hold", "a part of a larger one"],
 )
 def test_what_sums_of_gradients_take_is_what_the_allocator_gives(
     make: Callable[[], nn.Module], shape: tuple[int, ...]

@@ -158,3 +158,18 @@ def test_modified_inputs_are_noticed() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
+
+
+@pytest.mark.parametrize("policy", [{}, {"0#0:out": "recompute"}])
+def test_a_result_that_is_written_into_after_forward_is_noticed(policy: dict[str, str]) -> None:
+    """Tanh's backward needs its own output, which the caller has too."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    x = torch.randn(256, 16)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    plain = copy.deepcopy(model)
+    outcore.within(model, (x,), memory=None, plan=policy, costs=costs, quiet=True)
+    for one in (plain, model):
+        output = one(x)
+        output.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
