@@ -33,7 +33,7 @@ kernels: $(VENV)/.test
 keras: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/keras
 
-# Which one-line defects the quick tests notice: a table in dist/mutants.md. Hours on one core.
+# Which one-line defects the quick tests notice: a table in dist/mutants.md. An hour on one core.
 mutants: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation
 

@@ -1,19 +1,23 @@
-"""Makes the pictures of `outcore explore` in docs/pictures anew: two exported pages, photographed panel by panel.
+"""Makes the pictures of `outcore explore` in docs/pictures anew: two exported pages and a live one, panel by panel.
 
-    python docs/make_pictures.py [FOLDER [PAGE]]        (about five minutes on two cores)
+    python docs/make_pictures.py [FOLDER [PAGE]]        (about six minutes on two cores)
 
-The jobs are here, so that anyone gets the same pages: a ResNet-50 that fits a device, and a U-Net that does not. A
-browser without a window opens them (chromium, chromedriver and selenium are needed). The pictures of a live page,
-`explore-measured.png` and `explore-run.png`, show a real step and a real run, and are taken by hand.
+The jobs are here, so that anyone gets the same pages: a ResNet-50 that fits a device, a U-Net that does not, and a
+small U-Net (page `live`) of which a step and a run are measured on this machine, which should have nothing else to do.
+A browser without a window opens them (chromium, chromedriver and selenium are needed).
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +98,25 @@ def model():
 def batch(size):
     return torch.rand(size, 3, 4096, 4096), torch.randint(2, (size, 4096, 4096))
 """
+LIVE = """import torch
+from outcore.models import UNet
+
+size = 2
+loss = torch.nn.functional.cross_entropy
+
+
+def model():
+    return UNet(3, 2, width=16)
+
+
+def batch(count):
+    images = torch.rand(count, 3, 128, 128)
+    return images, (images.mean(1) > 0.5).long()
+
+
+def optimizer(parameters):
+    return torch.optim.Adam(parameters, lr=1e-3)
+"""
 PAGES = {"resnet50": RESNET, "toolarge": UNET}
 SHOTS = (
     ("resnet50", "overview", "explore-overview", ""),
@@ -136,7 +159,58 @@ def photograph(driver: Any, page: Path, panel: str, picture: Path, before: str) 
     elif kind == "line":
         driver.execute_script(_LINE, what)
     time.sleep(1.0)
+    save(driver, picture)
+
+
+@contextmanager
+def served(folder: Path, name: str) -> Iterator[str]:
+    """The address of a job's live page."""
+    words = [sys.executable, "-m", "outcore", "explore", name, "--no-open"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", server.stdout.readline())
+            assert found is not None, server.stdout.read()
+            yield found[0]
+            server.send_signal(signal.SIGINT)
+            server.wait(20)
+        finally:
+            server.kill()
+
+
+def photograph_live(driver: Any, work: Path, folder: Path) -> None:
+    """A step under the page's plan, predicted and measured; and a run of the same job."""
+    (work / "unet.py").write_text(LIVE, encoding="utf-8")
+    with served(work, "unet.py") as address:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        driver.get(f"{address}#timeline")
+        until(driver, "document.getElementById('state').textContent.includes('up to date')")
+        driver.execute_script("document.querySelector('.measure').click()")
+        time.sleep(1.0)
+        until(driver, "document.querySelector('.measure').disabled === false")
+        time.sleep(1.0)
+        save(driver, folder / "explore-measured.png")
+        train = ["train", "unet.py", "--steps", "60", "--device", "cpu"]
+        subprocess.run([sys.executable, "-m", "outcore", *train], cwd=work, check=True)
+        driver.execute_script("document.getElementById('tab-run').click()")
+        until(driver, "document.querySelector('.run-head')?.textContent.includes('finished') === true")
+        time.sleep(1.0)
+        save(driver, folder / "explore-run.png")
+
+
+def until(driver: Any, expression: str, limit_s: float = 180.0) -> None:
+    """Wait for a page."""
+    end = time.monotonic() + limit_s
+    while not driver.execute_script(f"return {expression}"):
+        if time.monotonic() > end:
+            raise TimeoutError(f"never: {expression}")
+        time.sleep(0.1)
+
+
+def save(driver: Any, picture: Path) -> None:
+    """What the browser shows, as a file."""
     driver.save_screenshot(str(picture))
+    print(f"wrote {picture}")
 
 
 def main(folder: Path, only: str = "") -> None:
@@ -146,7 +220,9 @@ def main(folder: Path, only: str = "") -> None:
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1440,900"):
+    quiet = ("--no-first-run", "--disable-quic", "--disable-sync", "--disable-background-networking")
+    plain = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1440,900")
+    for flag in (*plain, *quiet, "--disable-component-update"):
         options.add_argument(flag)
     with tempfile.TemporaryDirectory() as work:
         pages = {name: export(Path(work), name, text) for name, text in PAGES.items() if only in ("", name)}
@@ -158,7 +234,8 @@ def main(folder: Path, only: str = "") -> None:
             )
             for page, panel, picture, before in (shot for shot in SHOTS if shot[0] in pages):
                 photograph(driver, pages[page], panel, folder / f"{picture}.png", before)
-                print(f"wrote {folder / picture}.png")
+            if only in ("", "live"):
+                photograph_live(driver, Path(work), folder)
         finally:
             driver.quit()
 

@@ -7,9 +7,13 @@ import functools
 import re
 import sys
 import tomllib
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from outcore.cost.predicted import regression
 from outcore.errors import MachineError
@@ -76,3 +80,27 @@ def test_a_calibration_without_its_packages_says_what_to_install(monkeypatch: py
     monkeypatch.setattr(regression.importlib.util, "find_spec", lambda n, *a: None if n == "sklearn" else find(n, *a))
     with pytest.raises(MachineError, match=r"needs scikit-learn.*pip install 'outcore\[calibrate\]'"):
         regression.check_can_fit()
+
+
+def test_every_package_that_make_test_installs_is_pinned() -> None:
+    """From the requirements of the tests and of the build, through those of each package that is installed."""
+    rows = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(row.partition("==")[0]) for row in rows if "==" in row}
+    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"], "hatchling", "editables"]
+    found, seen = [Requirement(row) for row in asked], set[str]()
+    while found:
+        needed = found.pop()
+        name = canonicalize_name(needed.name)
+        for extra in ("", *needed.extras):
+            if f"{name}[{extra}]" in seen or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+                continue
+            seen.add(f"{name}[{extra}]")
+            exact = any(part.operator == "==" and "*" not in part.version for part in needed.specifier)
+            assert name in pinned or exact, name  # torch names exact versions of the CUDA libraries itself
+            with suppress(metadata.PackageNotFoundError):  # of the build
+                for row in metadata.requires(name) or []:
+                    further = Requirement(row)
+                    if further.marker is None or further.marker.evaluate({"extra": extra}):
+                        further.marker = None
+                        found.append(further)
+    assert len(seen) > 100

@@ -12,6 +12,7 @@ tenth longer than the fastest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "whatif-links"))
 
 PORT = "29581"
-STEPS, SKIPPED = 7, 2
+STEPS, SKIPPED = 11, 2
 NOISE = 1.1
-_LATENCY_S = 2e-4
+FAST = 2000.0
+"""Mbit/s at which the rate of a link hardly matters: such cases are also run without namespaces."""
 
 
 @dataclass(frozen=True)
@@ -115,16 +117,18 @@ CASES = (
 )
 
 
-def candidates(case: Case, costs: Any, machine: Any) -> tuple[dict[str, Any], str]:
+def candidates(case: Case, costs: Any, machine: Any, parts: Any) -> tuple[dict[str, Any], str]:
     """Every plan with the step time that is simulated, by name, and the name of the one that is chosen."""
     import outcore
     from outcore.errors import OutcoreError
+    from outcore.planner.pipeline.loss_and_update import LossAndUpdate
     from outcore.planner.pipeline.plan_job import links_of, weights_on
     from outcore.spatial.timeline import predict_timeline
 
     job, ranks = case.job(), case.ranks
     graph = job.capture(case.batch)
-    weights, links = weights_on(machine, graph, costs), links_of(machine)
+    beside = LossAndUpdate.of(job, graph, costs, machine, case.batch)
+    weights, links = weights_on(machine, graph, costs, beside), links_of(machine)
     plans: dict[str, Any] = {}
     for schedule in ("model_parallel", "gpipe", "1f1b", "gems"):
         try:
@@ -138,16 +142,57 @@ def candidates(case: Case, costs: Any, machine: Any) -> tuple[dict[str, Any], st
     for grid in {2: ((1, 2), (2, 1)), 4: ((2, 2), (1, 4))}[ranks]:
         try:
             plans[f"grid {grid[0]}x{grid[1]}"] = outcore.spatial.plan_grid(
-                job, grid, machine=machine, costs=costs, batch=case.batch
+                job, grid, machine=machine, costs=costs, batch=case.batch, parts=parts
             )
         except OutcoreError:
             continue
-    plans["chosen"] = outcore.plan(job, devices=ranks, machine=machine, batch=case.batch, costs=costs)
+    plans["chosen"] = outcore.plan(job, devices=ranks, machine=machine, batch=case.batch, costs=costs, parts=parts)
     found = {}
     for name, plan in plans.items():
-        time_s = predict_timeline(plan, graph, weights, links).step_s
+        time_s = predict_timeline(plan, graph, weights, links, parts).step_s
         found[name] = {"plan": plan.to_json(), "arrangement": plan.arrangement, "predicted_s": time_s}
     return found, plans["chosen"].arrangement
+
+
+def measure_case(case: dict[str, Any], seconds: float, assumed: dict[str, Any]) -> dict[str, Any]:
+    """In one of as many processes as compute at the same time: the calls of a network, and a rank's part of it."""
+    import torch
+
+    from outcore.cost.measured.measure import measure
+    from outcore.machine.machine import Machine
+    from outcore.spatial.part_costs import measure_part
+
+    torch.set_num_threads(1)
+    given = Case(**case)
+    grid = {2: (1, 2), 4: (2, 2)}[given.ranks]
+    job, machine = given.job(), Machine.from_json(assumed)
+    costs = measure(job.capture(given.batch), "cpu", time_limit_s=seconds)
+    part = measure_part(job, grid, costs=costs, machine=machine, batch=given.batch)
+    return {"costs": costs.to_json(), "part": asdict(part)}
+
+
+def link_worker(plan: str, out: str) -> None:
+    """One of two ranks: what an exchange over the link takes."""
+    from times import measure_link
+
+    found = measure_link(json.loads(plan), "chain", False, 0.25)
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        Path(out).write_text(json.dumps(found))
+
+
+def measured_link(rate_mbit: float) -> dict[str, Any]:
+    """Latency and host time of messages between two hosts."""
+    from times import job
+
+    import outcore
+
+    graph = job("chain", False, 0.25).capture(1)
+    plan = outcore.Plan(graph.fingerprint, (("",),), spatial={"grid": [1, 2]}, exactness="reassociated")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "link.json"
+        on_hosts(2, rate_mbit, "--link", json.dumps([json.dumps(plan.to_json()), str(out)]))
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
 
 
 def worker(document: str, out: str) -> None:
@@ -165,7 +210,7 @@ def worker(document: str, out: str) -> None:
         job = case.job()
         for found in row["plans"].values():
             plan = outcore.Plan.from_json(found["plan"])
-            with Engine(job, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4)) as engine:
+            with Engine(job, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4), device="cpu") as engine:
 
                 def mine(tensor: torch.Tensor, engine: Engine = engine) -> torch.Tensor:
                     return tensor.tensor_split(engine.plan.replicas)[engine.replica]
@@ -183,25 +228,37 @@ def worker(document: str, out: str) -> None:
             Path(out).write_text(json.dumps(rows))
 
 
-def measured(ranks: int, rate_mbit: float, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run the plans of cases that have as many ranks and the same link."""
-    from hosts import address, hosts, on_host
+def on_hosts(ranks: int, rate_mbit: float, *words: str) -> bool:
+    """Run this script with some words on as many hosts, or beside each other; whether all went well."""
+    from hosts import address, hosts, on_host, unavailable
 
-    with tempfile.TemporaryDirectory() as folder, hosts(ranks, rate_mbit, prefix=f"occ{os.getpid()}x") as names:
-        document, out = Path(folder) / "cases.json", Path(folder) / "found.json"
-        document.write_text(json.dumps(rows))
+    apart = unavailable() is None
+    with (
+        hosts(ranks, rate_mbit, prefix=f"occ{os.getpid()}x") if apart else contextlib.nullcontext([""] * ranks) as names
+    ):
         started = []
         for rank, name in enumerate(names):
             env = {
                 **os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(ranks),
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": address(0), "MASTER_PORT": PORT,
-                "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0" if apart else str(rank),
+                "MASTER_ADDR": address(0) if apart else "127.0.0.1", "MASTER_PORT": PORT,
+                "GLOO_SOCKET_IFNAME": "eth0" if apart else "lo", "OMP_NUM_THREADS": "1",
+                "OUTCORE_SECRET": "0123456789abcdef" * 4,
             }  # fmt: skip
-            words = [sys.executable, __file__, "--worker", json.dumps([str(document), str(out)])]
-            started.append(subprocess.Popen(on_host(name, *words), env=env))
-        failed = [process.wait(timeout=600) for process in started]
+            command = [sys.executable, __file__, *words]
+            started.append(subprocess.Popen(on_host(name, *command) if apart else command, env=env))
+        codes = [process.wait(timeout=600) for process in started]
+        return not any(codes)
+
+
+def measured(ranks: int, rate_mbit: float, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run the plans of cases that have as many ranks and the same link."""
+    with tempfile.TemporaryDirectory() as folder:
+        document, out = Path(folder) / "cases.json", Path(folder) / "found.json"
+        document.write_text(json.dumps(rows))
+        well = on_hosts(ranks, rate_mbit, "--worker", json.dumps([str(document), str(out)]))
         found: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else rows
-        for row in found if any(failed) else ():
+        for row in () if well else found:
             if not all("measured_s" in plan for plan in row["plans"].values()):
                 row["error"] = "a rank failed"
         return found
@@ -210,34 +267,63 @@ def measured(ranks: int, rate_mbit: float, rows: list[dict[str, Any]]) -> list[d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", default=None)
+    parser.add_argument("--link", default=None)
+    parser.add_argument("--name", default="choice", help="Of the files that are written.")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    parser.add_argument("--cores", type=int, default=None, help="To which all ranks are bound.")
     parser.add_argument("--measure", type=float, default=10.0, help="Seconds for the calls of a network.")
     given = parser.parse_args()
     if given.worker is not None:
         worker(*json.loads(given.worker))
         return
+    if given.link is not None:
+        link_worker(*json.loads(given.link))
+        return
     import torch
+    from hosts import unavailable
 
-    from outcore.cost.measured.measure import measure
+    from outcore.cost.costs import Costs
     from outcore.machine import known
     from outcore.machine.link import Link
+    from outcore.run import launch
+    from outcore.spatial.part_costs import PartCosts
 
     torch.set_num_threads(1)
+    if given.cores is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     cores, one = len(os.sched_getaffinity(0)), known()
-    by_hosts: dict[tuple[int, float], list[dict[str, Any]]] = {}
-    for number in given.cases:
-        case = CASES[number]
-        costs = measure(case.job().capture(case.batch), "cpu", time_limit_s=given.measure)
-        link = Link.symmetric(bandwidth_bytes_per_s=case.rate_mbit * 1e6 / 8, latency_s=_LATENCY_S)
-        machine = replace(
-            one, devices=one.devices[:1] * case.ranks, between_devices=link, processors=min(cores, case.ranks)
-        )
-        plans, chosen = candidates(case, costs, machine)
-        row = {"case": case.__dict__, "plans": plans, "chosen": chosen}
-        by_hosts.setdefault((case.ranks, case.rate_mbit), []).append(row)
-    rows = [row for (ranks, rate), cases in by_hosts.items() for row in measured(ranks, rate, cases)]
+    wire = measured_link(FAST)
+    print(f"exchange: {wire['latency_s'] * 1e6:.0f} µs of latency, {wire['host_s'] * 1e6:.0f} of a host", flush=True)
+    alike: dict[tuple[int, float], list[Case]] = {}
+    for case in (CASES[number] for number in given.cases):
+        if unavailable() is not None and case.rate_mbit < FAST:
+            print(f"not run: {case}: {unavailable()}", flush=True)
+            continue
+        alike.setdefault((case.ranks, case.rate_mbit), []).append(case)
     given.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for (ranks, rate_mbit), cases in alike.items():
+        link = Link.symmetric(
+            bandwidth_bytes_per_s=min(wire["bytes_per_s"], rate_mbit * 1e6 / 8),
+            latency_s=wire["latency_s"],
+            host_s=wire["host_s"],
+        )
+        at_once = min(cores, ranks)
+        machine = replace(one, devices=(one.device("cpu"),) * ranks, between_devices=link, processors=at_once)
+        planned = []
+        for case in cases:
+            found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]
+            plans, chosen = candidates(case, Costs.from_json(found["costs"]), machine, PartCosts(**found["part"]))
+            planned.append({"case": asdict(case), "plans": plans, "chosen": chosen, "link": wire})
+        rows += measured(ranks, rate_mbit, planned)
+        text = _table(rows)
+        (given.out / f"{given.name}.json").write_text(json.dumps(rows, indent=1))
+        (given.out / f"{given.name}.md").write_text(text)
+    print(text)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
     right = 0
     lines = [
         "| case | chosen | measured | fastest | measured | simulated / measured of the chosen |",
@@ -259,10 +345,8 @@ def main() -> None:
             f"{begin} {row['chosen']} | {chosen['measured_s'] * 1e3:.1f} ms | {name} | "
             f"{best['measured_s'] * 1e3:.1f} ms | {chosen['predicted_s'] / chosen['measured_s']:.2f} |"
         )
-    lines.append(f"\nThe choice is the fastest, or within {NOISE - 1:.0%} of it, in {right} of {len(rows)}.")
-    (given.out / "choice.json").write_text(json.dumps(rows, indent=1))
-    (given.out / "choice.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    lines.append(f"\nThe choice is the fastest, or within {NOISE - 1:.0%} of it, in {right} of {len(rows)}.\n")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 
 Three networks on 1 x 2 and 2 x 2 ranks. On a GPU every rank has an equal share of its multiprocessors, so that ranks
 stand for GPUs of their own; what they still share is its memory. The calls of a network are therefore measured in as
-many processes at the same time as there are ranks (on a CPU: as there are cores), messages between two idle ranks in
-the processes that train afterwards. The step is simulated on a machine of as many devices as ranks with that link, on a
-CPU with no more of them computing at once than there are cores.
+many processes at the same time as there are ranks (on a CPU: as there are cores), and so is a rank's part, with
+neighbours that answer at once; exchanges between two ranks as neighbours have them. The step is simulated on a machine
+of as many devices as ranks with that link, on a CPU with no more of them computing at once than there are cores.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +38,11 @@ from outcore.machine import known, parse
 from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 from outcore.models import UNet
+from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.program import Event
 from outcore.run import Engine, launch
-from outcore.spatial import script
+from outcore.spatial.part_costs import PartCosts, measure_part
 from outcore.spatial.timeline import predict_timeline
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -88,53 +88,83 @@ def job(name: str, cuda: bool, scale: float = 1.0) -> outcore.Job:
     return _classification("resnet50" if cuda else "resnet18", round((2048 if cuda else 256) * scale))
 
 
-POSTING = (None, 0.25, 0.5, 1.0)
-"""What a message takes of its ends: as outcore assumes, or so much of the latency; said beside the prediction."""
-SIZES = {1 << 10: 40, 1 << 16: 20, 1 << 20: 16, 1 << 22: 10, 1 << 24: 6}
+SIZES = {1 << 10: 100, 1 << 16: 20, 1 << 20: 16, 1 << 22: 10, 1 << 24: 6}
 """Bytes of the messages that a link is measured with, and how often each is sent."""
 
 
-def _link(engine: Engine) -> dict[str, Any]:
-    """Bytes per second and latency between the first two ranks, with the messages that training uses.
+def measure_link(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
+    """On every rank of a grid that trains nothing: what an exchange between two of them takes, by its bytes.
 
-    A line through the medians of all sizes, each weighed by what it took: small messages give the latency, large ones
-    the rate.
+    Both send and both receive, as neighbours do. Of the seconds that it takes, those in which a process computes are
+    the host's, for one message sent and one received; the rest of a small exchange is latency. A line through the
+    medians of all sizes, each weighed by what it took, gives the rate.
     """
-    messages, number = engine.worker.messages, 1 << 16
-    assert messages is not None
-    found: dict[int, float] = {}
-    for nbytes, times in SIZES.items():
-        row, both = torch.zeros(nbytes // 4, device=engine.device), []
-        for _ in range(times):
-            number += 1
+    chosen, found = job(name, cuda, scale), dict[int, tuple[float, float]]()
+    if not cuda:
+        torch.set_num_threads(1)
+    with Engine(
+        chosen,
+        outcore.Plan.from_json(plan),
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
+        device=None if cuda else "cpu",
+    ) as engine:
+        messages, number = engine.worker.messages, 1 << 16
+        assert messages is not None
+        other = 1 - messages.rank
+        for nbytes, times in SIZES.items():
+            row, walls = torch.zeros(nbytes // 4, device=engine.device), []
             engine.world.barrier()
-            began = time.perf_counter()
-            if messages.rank == 0:
-                messages.send(row, 1, number)
-                messages.receive((len(row),), row.dtype, engine.device, 1, number).wait()
-            elif messages.rank == 1:
-                messages.receive((len(row),), row.dtype, engine.device, 0, number).wait()
-                messages.send(row, 0, number)
-            both.append(time.perf_counter() - began)
-        messages.finish()
-        found[nbytes] = statistics.median(both) / 2
-    messages.waits.clear()
-    engine.worker._noted.clear()
-    weights = [1 / seconds**2 for seconds in found.values()]
-    mean_x = sum(w * x for w, x in zip(weights, found, strict=True)) / sum(weights)
-    mean_y = sum(w * y for w, y in zip(weights, found.values(), strict=True)) / sum(weights)
-    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, found.items(), strict=True))
-    slope = over / sum(w * (x - mean_x) ** 2 for w, x in zip(weights, found, strict=True))
-    return {"bytes_per_s": 1 / max(1e-12, slope), "latency_s": max(0.0, mean_y - slope * mean_x), "seconds": found}
+            used = 0.0
+            for _ in range(times if messages.rank < 2 else 0):
+                number += 1
+                began, computed = time.perf_counter(), time.process_time()
+                coming = messages.receive((len(row),), row.dtype, engine.device, other, number)
+                messages.send(row, other, number)
+                coming.wait()
+                walls.append(time.perf_counter() - began)
+                used += time.process_time() - computed
+            messages.finish()
+            if walls:
+                found[nbytes] = statistics.median(walls), used / times
+        messages.waits.clear()
+        engine.worker._noted.clear()
+    return _fitted(found) if found else {}
 
 
-def measure_calls(name: str, cuda: bool, scale: float, seconds: float) -> dict[str, Any]:
-    """In one of several processes at the same time: what the calls of a network take."""
+def _fitted(found: dict[int, tuple[float, float]]) -> dict[str, Any]:
+    walls = {nbytes: wall for nbytes, (wall, _) in found.items()}
+    weights = [1 / seconds**2 for seconds in walls.values()]
+    mean_x = sum(w * x for w, x in zip(weights, walls, strict=True)) / sum(weights)
+    mean_y = sum(w * y for w, y in zip(weights, walls.values(), strict=True)) / sum(weights)
+    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, walls.items(), strict=True))
+    slope = over / sum(w * (x - mean_x) ** 2 for w, x in zip(weights, walls, strict=True))
+    small = min(found)
+    host_s = min(found[small][1], walls[small]) / 2
+    return {
+        "bytes_per_s": 1 / max(1e-12, slope),
+        "latency_s": max(0.0, mean_y - slope * mean_x - 2 * host_s),
+        "host_s": host_s,
+        "seconds": walls,
+    }
+
+
+def _as_link(found: dict[str, Any]) -> Link:
+    return Link.symmetric(
+        bandwidth_bytes_per_s=found["bytes_per_s"], latency_s=found["latency_s"], host_s=found["host_s"]
+    )
+
+
+def measure_calls(
+    name: str, grid: tuple[int, ...], cuda: bool, scale: float, seconds: float, assumed: dict[str, Any]
+) -> dict[str, Any]:
+    """In one of several processes at the same time: what the calls of a network take, and a rank's part of it."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if not cuda:
         torch.set_num_threads(1)
-    costs = measure(job(name, cuda, scale).capture(1), "cuda" if cuda else "cpu", time_limit_s=seconds)
-    return costs.to_json()
+    chosen, device = job(name, cuda, scale), "cuda" if cuda else "cpu"
+    costs = measure(chosen.capture(1), device, time_limit_s=seconds)
+    part = measure_part(chosen, grid, costs=costs, machine=Machine.from_json(assumed), device=device)
+    return {"costs": costs.to_json(), "part": asdict(part)}
 
 
 @contextlib.contextmanager
@@ -161,7 +191,7 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
         optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
         device=None if cuda else "cpu",
     ) as engine:
-        link, messages = _link(engine), engine.worker.messages
+        messages = engine.worker.messages
         waits: list[tuple[float, float]] = []
         if messages is not None:
             messages.waits = _Kept(waits)
@@ -180,7 +210,7 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
         events = [e for e in engine.timeline().events if e.rank == engine.rank]
     faulthandler.cancel_dump_traceback_later()
     found = {"step_s": times, "thread_s": own, "waited_s": waited}
-    return {"link": link, **{n: t[SKIPPED:] for n, t in found.items()}, "busy_s": _busy(events), "loss": loss}
+    return {**{n: t[SKIPPED:] for n, t in found.items()}, "busy_s": _busy(events), "loss": loss}
 
 
 class _Kept(list[tuple[float, float]]):
@@ -206,42 +236,39 @@ def _busy(events: Iterable[Event]) -> dict[str, float]:
 
 def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
     one = parse("h200") if cuda else known()
-    device = one.devices[0]
+    device = one.devices[0] if cuda else one.device("cpu")
     return replace(one, devices=(device,) * ranks, between_devices=link, processors=None if cuda else cores)
 
 
 def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: float, seconds: float) -> dict[str, Any]:
     chosen, ranks = job(name, cuda, scale), math.prod(grid)
     graph = chosen.capture(1)
-    with _shares(cuda, ranks):
-        measured_at_once = launch(measure_calls, ranks if cuda else min(ranks, cores), name, cuda, scale, seconds)
-    costs = Costs.from_json(measured_at_once[0])
+    bare = outcore.Plan(graph.fingerprint, (("",),), spatial={"grid": list(grid)}, exactness="reassociated")
     assumed = _machine(cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=2e9, latency_s=1e-4))
-    plan = outcore.spatial.plan_grid(chosen, grid, machine=assumed, costs=costs)
+    with _shares(cuda, ranks):
+        at_once = ranks if cuda else min(ranks, cores)
+        measured_at_once = launch(measure_calls, at_once, name, grid, cuda, scale, seconds, assumed.to_json())
+        link = launch(measure_link, ranks, bare.to_json(), name, cuda, scale)[0]
+    costs, parts = Costs.from_json(measured_at_once[0]["costs"]), PartCosts(**measured_at_once[0]["part"])
+    where = _machine(cuda, ranks, cores, _as_link(link))
+    plan = outcore.spatial.plan_grid(chosen, grid, machine=where, costs=costs, parts=parts)
     with _shares(cuda, ranks):
         found = launch(train, ranks, plan.to_json(), name, cuda, scale)
-    link = found[0]["link"]
-    where = _machine(
-        cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=link["bytes_per_s"], latency_s=link["latency_s"])
-    )
-    timeline = predict_timeline(plan, graph, weights_on(where, graph, costs), links_of(where))
+    weights = weights_on(where, graph, costs, LossAndUpdate.of(chosen, graph, costs, where, 1))
+    timeline = predict_timeline(plan, graph, weights, links_of(where), parts)
+    without = replace(where, between_devices=replace(_as_link(link), host_s=0.0))
     measured = max(statistics.median(rank["step_s"]) for rank in found)
-    posting = {share: script.POSTING_S if share is None else share * link["latency_s"] for share in POSTING}
-    by_posting = {}
-    for share, seconds_each in posting.items():
-        with patch.object(script, "POSTING_S", seconds_each):
-            by_posting[str(share)] = predict_timeline(
-                plan, graph, weights_on(where, graph, costs), links_of(where)
-            ).step_s
     return {
         "network": name,
         "grid": list(grid),
+        "scale": scale,
         "spatial": dict(plan.spatial or {}),
         "link": link,
+        "part_beyond_share_s": [sum(parts.forward_s.values()), sum(parts.backward_s.values()), *parts.exchange_s],
         "predicted_s": timeline.step_s,
+        "predicted_from_shares_s": predict_timeline(plan, graph, weights, links_of(without)).step_s,
         "measured_s": measured,
         "ratio": timeline.step_s / measured,
-        "predicted_by_posting_s": by_posting,
         "calls_s": [costs.total().forward_s, costs.total().backward_s],
         "predicted_busy_s": [_busy(e for e in timeline.events if e.rank == rank) for rank in range(ranks)],
         "ranks": found,
@@ -291,7 +318,11 @@ def _line(row: dict[str, Any]) -> str:
     grid = " x ".join(map(str, row.get("grid", ())))
     if "error" in row:
         return f"| {row['network']} | {grid} | {row['error'].splitlines()[0]} | | | |"
-    link = f"{row['link']['bytes_per_s'] / 1e9:.2f} GB/s, {row['link']['latency_s'] * 1e6:.0f} µs"
+    found = row["link"]
+    link = (
+        f"{found['bytes_per_s'] / 1e9:.2f} GB/s, {found['latency_s'] * 1e6:.0f} µs, "
+        f"{found['host_s'] * 1e6:.0f} µs of a host"
+    )
     times = f"{row['predicted_s'] * 1e3:.1f} ms | {row['measured_s'] * 1e3:.1f} ms | {row['ratio']:.2f}"
     return f"| {row['network']} | {grid} | {times} | {link} |"
 

@@ -1,15 +1,12 @@
 #!/bin/sh
-# Techniques on a GPU: sh benchmarks/whatif-gpu/techniques.sh FOLDER; about five minutes. Compilers run at the same time in
-# processes of their own first, so that the trials find what they wrote in the cache.
+# Techniques on a GPU: sh benchmarks/whatif-gpu/techniques.sh FOLDER [KNOWN.jsonl [NETWORK,...]]; at most five minutes. All
+# networks are compiled at the same time first; what KNOWN.jsonl has already is not run again.
 set -u
 folder=${1:?where results go}
-export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TORCHINDUCTOR_FX_GRAPH_CACHE=1
-export TORCHINDUCTOR_CACHE_DIR=/tmp/whatif-inductor
+networks=${3:-convnext_tiny,encoder,unet,resnet50,mobilenet_v2,vgg11,resnet18,alexnet}
+export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-/tmp/whatif-inductor}" TORCHINDUCTOR_COMPILE_THREADS=3
 mkdir -p "$folder"
-for network in alexnet resnet18 resnet50 vgg11 mobilenet_v2 convnext_tiny encoder unet; do
-    TORCHINDUCTOR_COMPILE_THREADS=2 timeout 110 \
-        python benchmarks/whatif-gpu/trials.py warm - 0 $network >/dev/null 2>&1 &
-done
-wait
-timeout 280 python benchmarks/whatif-gpu/trials.py techniques "$folder/techniques.jsonl" 250 2>"$folder/techniques.log"
+timeout 285 python benchmarks/whatif-gpu/trials.py techniques "$folder/techniques.jsonl" 265 "$networks" \
+    --known "${2:-/dev/null}" 2>"$folder/techniques.log"
 wc -l "$folder/techniques.jsonl"

@@ -1,20 +1,29 @@
 """Trains every network as it is and with every technique, and with shares of the GPU; writes what was measured.
 
-    python benchmarks/whatif-gpu/trials.py techniques OUT.jsonl SECONDS [NETWORK,...]
+    python benchmarks/whatif-gpu/trials.py techniques OUT.jsonl SECONDS [NETWORK,...] [--known ROWS.jsonl]
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 python benchmarks/whatif-gpu/trials.py shares OUT.jsonl SECONDS [NETWORK,...]
-    python benchmarks/whatif-gpu/trials.py warm - SECONDS NETWORK       fills the compiler's cache, times nothing
+    python benchmarks/whatif-gpu/trials.py compiled OUT.jsonl SECONDS NETWORK     compiles, waits for a line, then times
 
 One line per trial. A technique is trained in turn with the network as it is, whose trial stands in the same line
 (`plain`). Lines of shares name the kernels that took the most time. Nothing is predicted here: `table.py` does that
-from the lines, without a GPU.
+from the lines, without a GPU. What OUT.jsonl or ROWS.jsonl has already is not run again.
+
+Compilers take cores, and a step whose host shares its cores is timed wrongly. So all networks are compiled first, at
+the same time and in processes of their own, which then wait: nothing is timed while one of them compiles, and they are
+timed one after the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import selectors
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +35,9 @@ import outcore
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
 from outcore.whatif.trial import run_in_turn, run_setup
+
+COMPILING = 0.55
+"""Share of the time for which compilers are waited for."""
 
 
 def setup_of(job: outcore.Job, question: str) -> TrainingSetup:
@@ -80,7 +92,9 @@ def kernels(setup: TrainingSetup, device: str, most: int = 24) -> dict[str, list
     return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:most])
 
 
-def trained(what: str, job: outcore.Job, question: str, device: str) -> dict[str, Any]:
+def trained(
+    what: str, job: outcore.Job, question: str, device: str, ready: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """What a line says of a setup."""
     setup = setup_of(job, question)
     if what == "shares":
@@ -88,53 +102,141 @@ def trained(what: str, job: outcore.Job, question: str, device: str) -> dict[str
         return found | ({"kernels": kernels(setup, device)} if device == "cuda" else {})
     if not question:
         return asdict(run_setup(setup, device, seconds=0.4))
-    plain, own = run_in_turn((setup_of(job, ""), setup), device, seconds=0.4)
+    plain, own = run_in_turn((setup_of(job, ""), setup), device, seconds=0.4, ready=ready)
     return asdict(own) | {"plain": asdict(plain)}
 
 
+class Compilers:
+    """Processes that compile a network each at the same time, and are timed one after the other."""
+
+    def __init__(self, names: list[str], path: Path) -> None:
+        self.open: dict[str, subprocess.Popen[str]] = {}
+        self.ready: list[str] = []
+        for name in names:
+            command = [sys.executable, __file__, "compiled", str(path), "0", name]
+            self.open[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def wait(self, until: float, *names: str) -> None:
+        """Until all, or those that are named, have compiled or ended, or the time has come."""
+        with selectors.DefaultSelector() as answers:
+            for name, process in self.open.items():
+                if name not in self.ready and (not names or name in names):
+                    answers.register(process.stdout, selectors.EVENT_READ, name)
+            while answers.get_map() and time.monotonic() < until:
+                for key, _ in answers.select(max(0.0, until - time.monotonic())):
+                    answers.unregister(key.fileobj)
+                    if key.fileobj.readline() == "ready\n":
+                        self.ready.append(key.data)
+                        print("compiled", key.data, flush=True)
+                    else:
+                        self.open.pop(key.data).wait()
+                        print("ended", key.data, flush=True)
+
+    def hold(self) -> None:
+        """Those that still compile stop, so that what is timed has the machine."""
+        for name in self.open.keys() - set(self.ready):
+            self.open[name].send_signal(signal.SIGSTOP)
+
+    def time(self, name: str, until: float) -> bool:
+        """Let one of them time its network; False if it was not ready by then."""
+        process = self.open.get(name)
+        if process is None:
+            return False
+        if name not in self.ready:
+            process.send_signal(signal.SIGCONT)
+            self.wait(until, name)
+            if name not in self.ready:
+                return False
+        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            process.communicate("go\n", timeout=max(1.0, until - time.monotonic()))
+            del self.open[name]
+            return process.returncode == 0
+        return False
+
+    def close(self) -> None:
+        for process in self.open.values():
+            process.kill()
+            process.wait()
+
+
+def compile_one(name: str, path: Path, device: str) -> None:
+    """Compile, say so, wait for a line, time, and write."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is not an answer
+
+    def ready() -> None:
+        print("ready", file=answers, flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("nobody waits for this")
+
+    write(path, measured("techniques", name, "compile", device, 100, ready))
+
+
+def measured(
+    what: str, name: str, question: str, device: str, share: int, ready: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    job = (networks.SHARES if what == "shares" else networks.VERIFIED)[name]
+    row: dict[str, Any] = {"network": name, "question": question, "share": share}
+    start = time.monotonic()
+    try:
+        row |= trained(what, job, question, device, ready)
+    except Exception as error:  # one that fails must not end the others
+        row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+    row["took_s"] = round(time.monotonic() - start, 2)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+    step, error = row.get("step_s"), row.get("error", "")
+    print(row.get("network"), row.get("question"), row["share"], step, error, file=sys.stderr, flush=True)
+
+
+def known(paths: list[Path]) -> set[tuple[str, str]]:
+    """What was measured already."""
+    found = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return {(row["network"], row["question"]) for row in found if "step_s" in row}
+
+
 def main() -> None:
-    what, path, limit_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    words = sys.argv[1:]
+    before = [Path(words.pop(words.index("--known") + 1))] if "--known" in words else []
+    words = [word for word in words if word != "--known"]
+    what, path, limit_s = words[0], Path(words[1]), float(words[2])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    only = sys.argv[4].split(",") if len(sys.argv) > 4 else []
+    of = networks.SHARES if what == "shares" else networks.VERIFIED
+    names = words[3].split(",") if len(words) > 3 else list(of)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     end = time.monotonic() + limit_s
     share = int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
-    if what == "warm":
-        for name in only:
-            run_setup(setup_of(networks.VERIFIED[name], "compile"), device, seconds=0.1)
+    if what == "compiled":
+        compile_one(names[0], path, device)
         return
-    with path.open("a") as lines:
-
-        def write(row: dict[str, Any]) -> None:
-            lines.write(json.dumps(row) + "\n")
-            lines.flush()
-            print(row.get("network"), row.get("question"), share, row.get("step_s"), row.get("error", ""), flush=True)
-
-        write({"what": what, "share": share, "torch": torch.__version__, **rates(device)})
-        if what == "shares":
-            order = [(name, q) for name in networks.SHARES for q in ("", "amp")]
-        else:
-            plain = [(name, q) for name in networks.VERIFIED for q in ("", *networks.QUESTIONS[name])]
-            order = [o for o in plain if o[1] != "compile"] + [o for o in plain if o[1] == "compile"]
-        if only:
-            order = [o for name in only for o in order if o[0] == name]
+    done = known([path, *before]) if what == "techniques" else set()
+    questions = ("", "amp") if what == "shares" else None
+    order = [o for n in names for q in questions or ("", *networks.QUESTIONS[n]) if (o := (n, q)) not in done]
+    late = [name for name, question in order if question == "compile"]
+    compilers = Compilers(late, path)
+    try:
+        compilers.wait(time.monotonic() + COMPILING * limit_s)
+        compilers.hold()
+        write(path, {"what": what, "share": share, "torch": torch.__version__, **rates(device)})
         for name, question in order:
-            if time.monotonic() > end:
-                write({"network": name, "question": question, "share": share, "error": "no time left"})
+            if question == "compile":
                 continue
-            torch.manual_seed(0)
-            torch._dynamo.reset()
-            job = (networks.SHARES if what == "shares" else networks.VERIFIED)[name]
-            row: dict[str, Any] = {"network": name, "question": question, "share": share}
-            start = time.monotonic()
-            try:
-                row |= trained(what, job, question, device)
-            except Exception as error:  # one that fails must not end the others
-                row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-            row["took_s"] = round(time.monotonic() - start, 2)
-            write(row)
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            if time.monotonic() > end:
+                write(path, {"network": name, "question": question, "share": share, "error": "no time left"})
+            else:
+                write(path, measured(what, name, question, device, share))
+        for name in sorted(late, key=lambda name: name not in compilers.ready):
+            if not compilers.time(name, end):
+                write(path, {"network": name, "question": "compile", "share": share, "error": "not compiled in time"})
+    finally:
+        compilers.close()
 
 
 if __name__ == "__main__":

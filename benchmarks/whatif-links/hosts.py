@@ -85,7 +85,8 @@ def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0, prefix: str = "ou
                 _run("ip", "netns", "exec", bridge, "ip", "link", "set", outer, "up")
                 _run("ip", "netns", "exec", name, "ip", "addr", "add", f"{address(number)}/24", "dev", inner)
                 _run("ip", "netns", "exec", name, "ip", "link", "set", inner, "up")
-                burst = str(max(65536, int(rate_mbit * 1e6 / 8 / 250)))
+                # What is sent at once after a pause: no more than a real link would have moved in 0.25 ms.
+                burst = str(max(16384, int(rate_mbit * 1e6 / 8 * 0.25e-3)))
                 limit = ["rate", f"{rate_mbit:g}mbit", "burst", burst, "latency", "50ms"]
                 _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", inner, "root", "tbf", *limit)
         yield names

@@ -1,9 +1,18 @@
-"""Trains over real links and predicts the same: python benchmarks/whatif-links/run.py; needs root, takes minutes.
+"""Trains over real links and predicts the same; needs root, takes five minutes.
+
+    python benchmarks/whatif-links/run.py [LINK ...] [--out FOLDER]      links by their number; all if none is given
+    python benchmarks/whatif-links/run.py again [FILE]                   predicts the cases of a result once more
+
 
 For every link DDP and FSDP2 are trained by one process per host, each a network namespace, in turn with the same
-network alone (as many processes, which do not speak) and with probes: an all-reduce of few bytes, one of 16 MiB, and an
-all-gather of 16 MiB. The prediction knows the step alone, the probes of the same rounds, and the recorded step; nothing
-of the training over the link.
+network alone (as many processes, which do not speak) and with probes: the three collectives in four sizes. The
+prediction knows the step alone, the probes of the same rounds, and the recorded step; nothing of the training over the
+link. A host has one core: a rank's own work and its collectives share it. Where the machine has fewer cores than there
+are ranks, they share those.
+
+Ranks keep the memory that they free. By default glibc gives a buffer of some MiB back at once, and every page of the
+next is made anew, which took 9 ms for 16 MiB on this machine, six times as long as copying them; frameworks that train
+on CPUs load an allocator that keeps it (jemalloc, tcmalloc).
 """
 
 from __future__ import annotations
@@ -11,6 +20,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,14 +30,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hosts import hosts
+import torch
+from hosts import hosts, unavailable
 from networks import NETWORKS
+from probed_link import ProbedLink
+from worker import SIZES
 
-from outcore.machine import known
-from outcore.machine.link import Link
+from outcore.machine import Device
+from outcore.machine.probe_cpu import cpu_memory_bytes, cpu_name, measure_copy, measure_dispatch, measure_matmul
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
-from outcore.whatif.links import ClusterLink
 from outcore.whatif.recording import Recording, record_setup
 from outcore.whatif.setup import TrainingSetup
 
@@ -41,6 +53,8 @@ LINKS = [
     (2, 1000, 10.0),
     (2, 100, 10.0),
 ]
+ROUNDS = (int(os.environ.get("ROUNDS", "9")), 5)
+"""Of a fast and of a slow link."""
 CASES = [(network, strategy) for network in NETWORKS for strategy in ("data_parallel", "sharded")]
 
 
@@ -53,30 +67,35 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             env = {
                 **os.environ, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "RANK": str(rank),
                 "WORLD_SIZE": str(len(names)), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+                "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
             }  # fmt: skip
             words = [sys.executable, str(HERE / "worker.py"), str(out), str(steps)]
             started.append(subprocess.Popen(["ip", "netns", "exec", name, *words], env=env, stderr=subprocess.DEVNULL))
-        for process in started:
-            if process.wait(timeout=200):
-                raise RuntimeError("a rank failed")
+        try:
+            for process in started:
+                if process.wait(timeout=200):
+                    raise RuntimeError("a rank failed")
+        finally:
+            for process in started:
+                process.kill()
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
 
-def link_of(probe: dict[str, Any], ranks: int, name: str) -> ClusterLink:
-    """Latency and rates from an all-reduce of few bytes, and of many, by the ring algorithm, and an all-gather."""
-    hops = 2 * (ranks - 1)
-    latency_s = probe["small_s"] / hops
-    moved = hops / ranks * probe["large_bytes"]
-    rate = moved / max(1e-9, probe["large_s"] - probe["small_s"])
-    gathered = 1.0
-    if "gathered_s" in probe:
-        gathered = moved / 2 / max(1e-9, probe["gathered_s"] - probe["small_s"] / 2) / rate
-    link = Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=latency_s)
-    return ClusterLink(name, link, share=1.0, trees=False, gathered=gathered)
+def link_of(probe: dict[str, list[list[float]]], ranks: int, name: str, cores: int) -> ProbedLink:
+    """The link as its probes have it."""
+    points = {kind: tuple((size, s, core) for size, s, core in found) for kind, found in probe.items()}
+    return ProbedLink.of(name, points, ranks / cores)
 
 
-def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ClusterLink) -> float:
+def probes_of(found: dict[str, Any]) -> dict[str, list[list[float]]]:
+    return {
+        kind: [[size, (p := found[f"{kind} {size}"])["step_s"], p["core_s"]] for size in SIZES]
+        for kind in ("all_reduce", "gather", "scatter")
+    }
+
+
+def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ProbedLink) -> float:
     """A rank's step over the link, from its step alone."""
     weave = data_parallel if strategy == "data_parallel" else sharded
     step = Anchor.of(recording.step, alone_s).apply(recording.step)
@@ -87,7 +106,7 @@ def predict_again(path: Path, recordings: dict[str, Recording]) -> None:
     """Predict the cases of a result once more, from the same measurements."""
     document = json.loads(path.read_text())
     for row in document["rows"]:
-        link = link_of(row["probe"], row["ranks"], row["link"])
+        link = link_of(row["probe"], row["ranks"], row["link"], row["cores"])
         row["predicted_s"] = predicted(recordings[row["network"]], row["strategy"], row["ranks"], row["alone_s"], link)
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
         row["predicted_helps"] = row["ranks"] * row["alone_s"] > row["predicted_s"]
@@ -106,48 +125,72 @@ def show(row: dict[str, Any]) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
     errors = sorted(abs(row["error"]) for row in rows)
     right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
     median = statistics.median(errors)
     print(f"{len(rows)} cases, median error {median:.1%}, worst {errors[-1]:.1%}, verdict right in {right}")
 
 
+def one_core() -> Device:
+    """A core of this machine, measured."""
+    torch.set_num_threads(1)
+    rates = {"fp32": measure_matmul("fp32") or 1e11}
+    name = f"one core of {cpu_name()}"
+    return Device(name, "cpu", cpu_memory_bytes(), measure_copy(), rates, dispatch_s=measure_dispatch())
+
+
 def main() -> None:
-    device = known().devices[0]
+    words = sys.argv[1:]
+    folder = Path(words.pop(words.index("--out") + 1)) if "--out" in words else HERE / "results"
+    words = [word for word in words if word != "--out"]
+    if (why := unavailable()) is not None and "again" not in words:
+        raise SystemExit(why)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no namespace is left behind
+    device = one_core()
     recordings = {name: record_setup(TrainingSetup(job), device) for name, job in NETWORKS.items()}
     rows: list[dict[str, Any]] = []
-    path = HERE / "results" / f"{datetime.date.today()}.json"
-    if "again" in sys.argv:
-        predict_again(path, recordings)
+    path = folder / f"{datetime.date.today()}.json"
+    if "again" in words:
+        predict_again(Path(words[1]) if len(words) > 1 else path, recordings)
         return
-    wanted = [int(n) for n in sys.argv[1:]] or range(len(LINKS))
-    if sys.argv[1:] and path.exists():
+    if words and path.exists():
         rows = json.loads(path.read_text())["rows"]
-    for count, rate, delay in (LINKS[n] for n in wanted):
-        name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
-        with hosts(count, rate, delay) as names:
-            every = trained(names, 9 if rate >= 1000 else 5)
-            for network, strategy in CASES:
-                found = every[network]
-                probe = {f"{k}_s": found[k]["step_s"] for k in ("small", "large", "gathered")} | {
-                    "large_bytes": 16 << 20
-                }
-                link = link_of(probe, count, name)
-                alone, real = found["alone"], found[strategy]
-                predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
-                rows.append(
-                    {
-                        "ranks": count, "link": name, "network": network, "strategy": strategy,
-                        "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
-                        "error": predicted_s / real["step_s"] - 1,
-                        "predicted_helps": count * alone["step_s"] > predicted_s,
-                        "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
-                        "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
-                    }
-                )  # fmt: skip
-                show(rows[-1])
-                path.write_text(json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
+    for number in [int(n) for n in words] or range(len(LINKS)):
+        try:
+            rows += measured(*LINKS[number], recordings)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # the other links are still worth having
+            print(f"{LINKS[number]}: {error}", flush=True)
+        path.write_text(json.dumps({"device": device.name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     summary(rows)
+
+
+def measured(count: int, rate: int, delay: float, recordings: dict[str, Recording]) -> list[dict[str, Any]]:
+    """Rows of one link."""
+    rows: list[dict[str, Any]] = []
+    name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
+    with hosts(count, rate, delay) as names:
+        every = trained(names, ROUNDS[0] if rate >= 1000 else ROUNDS[1])
+    for network, strategy in CASES:
+        found = every[network]
+        probe = probes_of(found)
+        alone, real = found["alone"], found[strategy]
+        link = link_of(probe, count, name, every["cores"])
+        predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
+        rows.append(
+            {
+                "ranks": count, "link": name, "network": network, "strategy": strategy, "cores": every["cores"],
+                "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
+                "error": predicted_s / real["step_s"] - 1,
+                "predicted_helps": count * alone["step_s"] > predicted_s,
+                "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
+                "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
+                "alone_core_s": alone["core_s"], "measured_core_s": real["core_s"],
+            }
+        )  # fmt: skip
+        show(rows[-1])
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One rank of a training over a real link: steps alone, of DDP and of FSDP2 in turn. Started by run.py, in a namespace.
 
 A machine that others use too changes its speed within seconds. So the three ways of training are stepped in turn, with
-a probe of the link in every round, and what is compared comes from the same rounds.
+probes of the link in the same rounds: the collectives that training uses, in four sizes, with what each takes of the
+processor (the process's own time) beside what it takes in all.
 """
 
 from __future__ import annotations
@@ -26,21 +27,28 @@ STRATEGIES = ("data_parallel", "sharded")
 
 def main() -> None:
     out, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    cores = sorted(os.sched_getaffinity(0))
+    apart = max(1, len(cores) // int(os.environ["WORLD_SIZE"]))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) * apart % len(cores)]} if apart > 1 else set(cores))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"cores": len(cores)}
     for network in NETWORKS:
         steps = {strategy: stepped(network, strategy) for strategy in ("alone", *STRATEGIES)}
-        times: dict[str, list[float]] = {name: [] for name in (*steps, *PROBES)}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in (*steps, *PROBES)}
         for number in range(rounds + 1):
             for name, step in steps.items():
                 times[name].append(timed(step))
-            for name, (collective, nbytes) in PROBES.items():
+            for name, probe in PROBES.items():
                 if number < 1 + PROBED:
-                    times[name].append(timed(lambda c=collective, n=nbytes: c(n)))
+                    times[name].append(timed(probe))
         found[network] = {
-            name: {"step_s": statistics.median(took[1:]), "all_s": [round(t, 5) for t in took[1:]]}
+            name: {
+                "step_s": statistics.median(wall for wall, _ in took[1:]),
+                "core_s": statistics.median(core for _, core in took[1:]),
+                "all_s": [round(wall, 5) for wall, _ in took[1:]],
+            }
             for name, took in times.items()
         }
     if dist.get_rank() == 0:
@@ -49,12 +57,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call that all ranks begin together."""
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a call that all ranks begin together, and how long this process had a core meanwhile."""
     dist.barrier()
-    start = time.perf_counter()
+    start, own = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - own
 
 
 def stepped(network: str, strategy: str) -> Callable[[], None]:
@@ -88,17 +96,23 @@ def all_reduce(nbytes: int) -> None:
 
 def gather(nbytes: int) -> None:
     """To so many bytes on each rank."""
-    count, ranks = nbytes // 4, dist.get_world_size()
-    dist.all_gather_into_tensor(torch.empty(count // ranks * ranks), torch.ones(count // ranks))
+    share = max(1, nbytes // 4 // dist.get_world_size())
+    dist.all_gather_into_tensor(torch.empty(share * dist.get_world_size()), torch.ones(share))
 
 
-PROBED = 3
-"""Rounds with a probe; large ones take long over slow links."""
-SMALL, LARGE = 64, 16 << 20
-PROBES: dict[str, tuple[Callable[[int], None], int]] = {
-    "small": (all_reduce, SMALL),
-    "large": (all_reduce, LARGE),
-    "gathered": (gather, LARGE),
+def scatter(nbytes: int) -> None:
+    """Of so many bytes on each rank."""
+    share = max(1, nbytes // 4 // dist.get_world_size())
+    dist.reduce_scatter_tensor(torch.empty(share), torch.ones(share * dist.get_world_size()))
+
+
+PROBED = 2
+"""Rounds with probes; large ones take long over slow links."""
+SIZES = (64, 256 << 10, 2 << 20, 16 << 20)
+PROBES: dict[str, Callable[[], None]] = {
+    f"{collective.__name__} {nbytes}": lambda c=collective, n=nbytes: c(n)  # type: ignore[misc]
+    for collective in (all_reduce, gather, scatter)
+    for nbytes in SIZES
 }
 
 

@@ -166,8 +166,9 @@ def verify_job(
     within(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
     chosen = memory_plan(model)
     assert not isinstance(chosen, TensorFlowPlan)  # a job's Keras model comes as its torch twin
-    if crop is None and isinstance(chosen, MemoryPlan):
-        chosen = replace(chosen, known_plain_bytes=plain_bytes)
+    if crop is None:  # a plan in tiles counts the images beside a curve that has them
+        known = "known_plain_bytes" if isinstance(chosen, MemoryPlan) else "plain_bytes"
+        chosen = replace(chosen, **{known: plain_bytes})
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -15,6 +15,25 @@ from tests.cli.command import outcore_command
 UNET = ["outcore.models:UNet", "--input", "1x3x64x64", "--arg", "width=4", "--arg", "depth=2"]
 
 
+TWICE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return self.a(x).mean(0) + self.a(y).mean(0)
+
+model = Net
+
+def batch(size):
+    return (torch.rand(size, 8), torch.rand(size, 8)), torch.rand(8)
+"""
+
+
 def test_the_command_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "outcore", "--version"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -35,6 +54,14 @@ def test_lists_json_and_pictures(tmp_path: Path) -> None:
     assert outcore.Graph.from_json(json.loads(written.stdout)).root.type == "UNet"
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert "encoder1" in (tmp_path / "a.html").read_text()
+
+
+def test_two_calls_of_a_function_are_two_and_of_a_module_one(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(TWICE)
+    shown = outcore_command("graph", "job.py", "--adjacency", "--functions", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert lines == ["a → mean()#0, mean()#1", "mean()#0 → add()", "mean()#1 → add()", "add() → ·"]
 
 
 @pytest.mark.parametrize(

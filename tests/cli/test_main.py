@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from outcore.cli.common.wording import typed
-from outcore.cli.main import _FILES, COMMANDS, _flowing, _is_interruption
+from outcore.cli.main import _FILES, COMMANDS, _is_interruption
 from tests.cli.command import outcore_command
 
 
@@ -24,25 +27,38 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     assert shown.stdout.splitlines()[-1] == "False False", shown.stderr
 
 
-def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
-    shown = outcore_command("trian")
-    assert shown.returncode == 2 and "did you mean train?" in shown.stderr
-    assert "see outcore --help" in outcore_command("zzz").stderr
+@pytest.mark.parametrize(
+    ("typed_word", "said"),
+    [
+        ("trian", "no command 'trian'; did you mean train?"),
+        ("zzz", "no command 'zzz'; see outcore --help"),
+        ("--verison", "no option '--verison'; did you mean --version?"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_nearest(typed_word: str, said: str) -> None:
+    shown = outcore_command(typed_word)
+    assert (shown.returncode, shown.stderr, shown.stdout) == (2, f"error: {said}\n", "")
+
+
+def test_a_typing_error_is_answered_before_what_draws_help_is_imported() -> None:
+    program = (
+        "import sys\nsys.argv = ['outcore', 'trian']\nfrom outcore.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    print('rich.markdown' in sys.modules, 'pydantic' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == "False False", shown.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_there_and_its_help_names_no_type_of_a_flag(name: str) -> None:
-    assert callable(getattr(importlib.import_module(f"outcore.cli.{_FILES.get(name, name)}"), name))
+def test_every_command_is_there_and_its_help_names_no_type(name: str) -> None:
     shown = outcore_command(name, "--help")
     assert shown.returncode == 0 and "<bool>" not in shown.stdout and "Usage: outcore" in shown.stdout
     assert COMMANDS[name]
-    assert "[[" not in shown.stdout
-
-
-def test_paragraphs_of_help_are_broken_by_the_terminal_and_examples_stay() -> None:
-    text = "Do this.\n\n    A sentence that\n    goes on:\n\n        outcore a\n        outcore b\n\n    The\n    end."
-    flowing = "Do this.\n\nA sentence that goes on:\n\noutcore a\noutcore b\n\nThe end."
-    assert _flowing(text) == flowing and _flowing(flowing) == flowing
+    assert "[[" not in shown.stdout and "{" not in shown.stdout
+    assert not re.search(r"<(int|str|path|list|float)", shown.stdout)
+    function = getattr(importlib.import_module(f"outcore.cli.{_FILES.get(name, name)}"), name)
+    hints = get_type_hints(function, include_extras=True)
+    assert all(hint.__metadata__[0].help for argument, hint in hints.items() if argument != "return")
 
 
 def test_messages_are_in_the_words_of_the_command_line() -> None:
@@ -74,7 +90,11 @@ def test_ctrl_c_is_one_word_and_code_130(tmp_path: Path, command: str) -> None:
     ("words", "said"),
     [
         (["infer", "job.py", "--data", "empty"], "empty holds no slides"),
-        (["explore", "job.py", "--memory", "much"], "'much' is not a size"),
+        *(
+            ([command, "job.py", "--memory", "much"], "'much' is not a size")
+            for command in ("explore", "plan", "train", "verify")
+        ),
+        (["train", "job.py", "plan.memory=x%"], "'x%' is no share; write for example 50%"),
         (["explore", "job.py", "--on", "h900"], "unknown GPU 'h900'; did you mean h200"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -102,6 +122,26 @@ def test_what_cannot_be_written_or_read_is_said_before_any_work(
     (tmp_path / "here").mkdir()
     shown = outcore_command(*arguments, folder=tmp_path)
     assert shown.returncode == 1 and said in shown.stderr and not shown.stdout
+
+
+@pytest.mark.parametrize("words", [("train", "job.py", "--out"), ("sweep", "job.py", "-o"), ("demo", "-o")])
+def test_a_folder_that_takes_no_files_is_said_before_any_work(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write wherever it likes
+    shown = outcore_command(*words, "there/run", folder=tmp_path)
+    assert shown.returncode == 1 and not shown.stdout
+    assert f"there/run cannot be written: {tmp_path} takes no files of yours; name another place: --" in shown.stderr
+
+
+def test_what_the_system_refuses_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "runs")
+
+    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    shown = outcore_command("graph", "job.py", folder=tmp_path)
+    said = "error: runs: Read-only file system; name a place that takes it: --out or -o\n"
+    assert (shown.returncode, shown.stderr) == (1, said)
 
 
 def test_an_interruption_is_said_once() -> None:

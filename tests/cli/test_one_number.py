@@ -71,7 +71,9 @@ def test_a_plain_step_is_the_same_in_every_command(job: str, tmp_path: Path) -> 
     assert json.loads(run("verify", job, "--json", "--memory", "90%").stdout)["plain_bytes"] == peak
     said = run("train", job, "--steps", "2", "--device", "cpu", "--memory", "150%", "--out", "run").stdout
     assert f"{1.5 * peak / 2**10:.1f} KiB, 150% of a plain step's" in said
+    assert "(live tensors; the process takes more)" in said and " of live tensors, the whole process " in said
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["measured"]["process_bytes"] > 50 * 2**20 > facts["measured"]["peak_bytes"]
     assert facts["forecast"]["peak_bytes"] == peak
     assert facts["forecast"]["step_s"] == pytest.approx(step_s, rel=1e-6)
     took = facts["measured"]  # the first step, which prepares what later ones reuse, is in neither figure

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
 from outcore.compiled.discard import discard
+from outcore.compiled.in_place import install_compiled_forward
+from outcore.compiled.settings import CompileSettings
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.memory.cuda_graphs.static_grads import GraphGradients

@@ -14,10 +14,11 @@ import torch._inductor.config
 from torch import nn
 
 import outcore
-from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
 from outcore.compiled.head_apart import HeadApart
+from outcore.compiled.in_place import install_compiled_forward
 from outcore.compiled.measured_peak import measured_peak
 from outcore.compiled.plan import CompiledPlan
+from outcore.compiled.settings import CompileSettings
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.memory.chunked_loss.lazy_rows import LazyRows

@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import outcore
-from outcore.compiled.compiled_forward import CompiledForward, CompileSettings, install_compiled_forward
+from outcore.compiled.compiled_forward import CompiledForward
+from outcore.compiled.in_place import install_compiled_forward
 from outcore.compiled.plan import CompiledPlan
+from outcore.compiled.settings import CompileSettings
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import EngineError, OutcoreError
 from tests.compiled.oracle import BOUND

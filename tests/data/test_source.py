@@ -57,3 +57,27 @@ def test_numbers_for_other_channels_are_refused() -> None:
 def test_a_batch_of_two_sizes_is_refused() -> None:
     with pytest.raises(DataError, match=r"3x4x4, 3x5x4.*--batch 1"):
         Batch((ArraySource(torch.zeros(3, 4, 4)), ArraySource(torch.zeros(3, 5, 4))))
+
+
+class Plain(ArraySource):
+    """A source that knows where it has one colour all over: in its first row."""
+
+    def colour(self, region: list[tuple[int, int]]) -> tuple[int, ...] | None:
+        (_, rows, _) = region
+        return (7, 8) if tuple(rows) == (0, 1) else None
+
+
+def test_a_batch_knows_a_colour_where_all_of_its_sources_do() -> None:
+    array = torch.zeros(2, 4, 4)
+    plain, other = Plain(array), ArraySource(array)
+    assert Batch((plain, plain)).colour([(0, 2), (0, 2), (0, 1), (0, 4)]) == (7, 8, 7, 8)
+    assert Batch((plain, plain)).colour([(1, 2), (0, 2), (0, 1), (0, 4)]) == (7, 8)
+    assert Batch((plain, plain)).colour([(0, 2), (0, 2), (0, 2), (0, 4)]) is None
+    assert Batch((plain, other)).colour([(0, 2), (0, 2), (0, 1), (0, 4)]) is None
+    assert Batch((plain, other)).colour([(0, 1), (0, 2), (0, 1), (0, 4)]) == (7, 8)
+
+
+def test_nothing_of_a_batch_has_the_shape_of_the_box() -> None:
+    batch = Batch((ArraySource(torch.zeros(2, 4, 4, dtype=torch.uint8)),) * 3)
+    nothing = batch.read([(1, 1), (0, 2), (0, 3), (2, 4)])
+    assert nothing.shape == (0, 2, 3, 2) and nothing.dtype is torch.uint8

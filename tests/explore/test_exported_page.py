@@ -94,6 +94,31 @@ def test_a_smaller_budget_shows_the_plan_that_meets_it(page: Browser, bundle: di
     assert "does not fit" in page.text(".verdict")
 
 
+def test_axes_have_units_and_a_bar_of_policies_its_legend(page: Browser, bundle: dict[str, Any]) -> None:
+    ticks = "[...document.querySelectorAll('{} .tick.{}')].map((t) => t.textContent)"
+    for chart in (".grid-charts .size:nth-child(1)", ".grid-charts .size:nth-child(2)"):
+        assert page.ask(ticks.format(chart, "title")) == ["samples/s"]
+        assert page.ask(ticks.format(chart, "limit-name")) == ["capacity", "16.0 GiB"]
+    sides = page.ask(ticks.format(".grid-charts .size:nth-child(2)", "middle"))
+    assert len(sides) > 1 and all(side.endswith(" px") for side in sides)
+    assert page.ask(ticks.format(".wide-chart", "title")) == ["time of a step / plain's"]
+    assert all(re.fullmatch(r"[\d.]+ MiB", budget) for budget in page.ask(ticks.format(".wide-chart", "middle")))
+    page.press(".wide-chart .knob", "\ue012")
+    shown = {how: size for how, size in bundle["plans"]["points"][1]["blocks"][""].items() if size}
+    assert page.count(".verdict .keys span") == len(shown) > 1
+    assert page.count(".verdict .stack.policy div") == len(shown)
+    page.click(".verdict > .link")
+
+
+def test_no_two_colours_of_the_timeline_are_the_same(page: Browser) -> None:
+    page.open("timeline")
+    keys = page.ask(
+        "[...document.querySelectorAll('.timeline > .keys i')].map((i) => getComputedStyle(i).backgroundColor)"
+    )
+    assert len(keys) == len(set(keys)) >= 3
+    page.open("overview")
+
+
 def test_lines_and_blocks_lead_to_each_other(page: Browser) -> None:
     page.open("code")
     line = line_of(EVIL, "a = self.first(image)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outcore.cost.costs import total
@@ -38,6 +40,16 @@ def test_lines_of_one_function_add_up_to_it(shown: Profile) -> None:
     top = [lines[line_of(SMALL, words)] for words in ("self.first(image)", "self.second(a)", "torch.cat", "F.cross")]
     assert sum(line.totals.time_s for line in top) == pytest.approx(shown.costs.total().time_s)
     assert sorted(c for line in top for c in line.calls) == sorted(shown.graph.calls)
+
+
+def test_a_loss_of_torch_shows_no_file_of_ours(tmp_path: Path) -> None:
+    """A loss without a file is called from one of ours, which a user did not write and cannot change."""
+    own = SMALL.replace(
+        "def loss(output, target):\n    return F.cross_entropy(output, target)", "loss = F.cross_entropy"
+    )
+    assert own != SMALL
+    shown = profile(Job.load(str(write(tmp_path, own))), parse("v100").devices[0])
+    assert [file.path.name for file in source_files(shown.graph, shown.costs)] == ["job.py"]
 
 
 def test_the_files_come_with_their_text(shown: Profile) -> None:

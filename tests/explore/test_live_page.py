@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,9 +39,17 @@ def explored(path: Path, cwd: Path | None = None) -> Iterator[str]:
             assert found is not None, line + process.stdout.read()
             yield found[0]
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            said = process.communicate(timeout=20)[0]
+            assert (process.returncode, said) == (130, "interrupted\n")
         finally:
             process.kill()
+
+
+def test_ctrl_c_while_a_page_is_open_is_one_word(tmp_path: Path) -> None:
+    with explored(write(tmp_path)) as address:
+        page = urllib.request.urlopen(f"{address}events", timeout=60)
+        assert page.readline().startswith(b"data: ")
+    page.read()  # ended by the server: what is cut off is an error
 
 
 def chosen(page: Browser, selector: str, value: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from starlette.testclient import TestClient
 
 from outcore.errors import OutcoreError
 from outcore.explore.parts import ExploreSettings
-from outcore.explore.server import ExploreServer, explore_app
+from outcore.explore.server import ExploreServer, _stream, _unless, explore_app
 from outcore.explore.supervisor import Supervisor
 from tests.explore.jobs import write
 
@@ -107,3 +108,18 @@ def test_a_server_is_on_this_machine_only_and_has_its_own_token(tmp_path: Path) 
     finally:
         one.socket.close()
         two.socket.close()
+
+
+def test_a_server_that_leaves_ends_what_pages_wait_for(tmp_path: Path) -> None:
+    async def wait() -> None:
+        leaving = asyncio.Event()
+        stream = _stream(Supervisor(ExploreSettings(str(write(tmp_path)))), leaving)
+        assert (await anext(stream)).startswith("data: ")
+        following, answer = asyncio.ensure_future(anext(stream)), _unless(leaving, asyncio.Event().wait())  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        leaving.set()
+        assert await asyncio.wait_for(answer, 10) is None
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(following, 10)
+
+    asyncio.run(wait())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outcore.cli.infer import classes_text
 from outcore.data import Batch, Scene, open_slide, write_slide
 from outcore.errors import DataError, StreamError
 from outcore.infer.map_file import check_kind
@@ -98,6 +99,17 @@ def test_scores_and_a_row_of_classes(work) -> None:
     assert shown.returncode == 0, shown.stderr
     np.testing.assert_allclose(json.loads(shown.stdout)["scores"], expected.mean((2, 3))[0].numpy(), atol=1e-4)
     assert (folder / "row.csv").read_text().startswith("path,label,class,name,score_0,score_1")
+
+
+def test_the_class_is_said_with_the_likeliest_by_name() -> None:
+    row = {"class": 1, "name": "tumour", "names": ["normal", "tumour"], "scores": [-1.0, 1.25]}
+    said = classes_text(row | {"probabilities": [0.095349, 0.904651]})
+    assert said == "class 1 (tumour): probability 0.9047 of tumour, 0.09535 of normal; scores 1.25, -1"
+    many = {"class": 9, "name": "9", "names": [str(i) for i in range(10)]}
+    said = classes_text(many | {"scores": list(range(10)), "probabilities": [i / 45 for i in range(10)]})
+    assert said.startswith("class 9: probability 0.2 of 9, 0.1778 of 8,") and "the first 5 of 10 classes" in said
+    one = {"class": 0, "names": ["0"], "scores": [-2.0], "probabilities": [0.119203]}
+    assert classes_text(one) == "class 0: score -2, as a logit probability 0.1192"
 
 
 def test_what_does_not_fit_is_refused(work) -> None:

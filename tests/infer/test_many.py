@@ -42,6 +42,22 @@ def test_a_folder_gives_a_row_a_mask_and_a_picture_for_each_slide(tmp_path: Path
     assert "results.csv has 3 of 3 slides" in again.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-a", "pooled=True", "--heat", "1"), "--heat 1 is drawn of maps, and this network gives classes"),
+        (("--heat", "tumor", "--classes", "glass,tumour,stroma"), "no such class; did you mean tumour"),
+        (("-a", "outputs=dict"), "the model returns 2 outputs (out, aux); infer writes one: say --key out"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_what_no_slide_could_change_is_said_once(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    folder = write_work(tmp_path / "work", slides=2)
+    shown = infer(folder, "--data", ".", "-o", "../out", *words)
+    assert shown.returncode == 1 and shown.stderr.count(said) == 1 and "slide1" not in shown.stderr, shown.stderr
+    assert not (tmp_path / "out" / "failed.csv").exists()
+
+
 def test_a_table_goes_on_where_it_stopped_and_tries_again_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

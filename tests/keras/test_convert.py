@@ -12,7 +12,8 @@ import torch
 
 import outcore.keras
 from outcore.errors import ModelError
-from tests.keras.oracle import compare, compare_gradients, error, keras, tf
+from outcore.keras.twin import leaves
+from tests.keras.oracle import compare, compare_gradients, error, keras, scrambled, tf
 
 L = keras.layers
 K = keras.ops
@@ -130,6 +131,30 @@ def test_a_model_is_carried_over_trained_and_carried_back(name: str) -> None:
             error(entry.to_torch(keras.ops.convert_to_numpy(model.weights[entry.index])), state[entry.name].detach())
             == 0
         )
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout", "scores"])
+def test_a_query_that_may_attend_to_nothing_is_treated_as_in_keras(kind: str) -> None:
+    """Padded positions: Keras attends to everything alike, or to nothing where it keeps the scores; never NaN."""
+    x, mask = keras.Input((5, 8)), keras.Input((5, 5), dtype="bool")
+    layer = L.MultiHeadAttention(2, 4, dropout=0.5 if kind == "dropout" else 0.0)
+    made = layer(x, x, attention_mask=mask, return_attention_scores=kind == "scores")
+    model = scrambled(keras.Model([x, mask], made))
+    twin = outcore.keras.to_torch(model).eval()
+    random = np.random.default_rng(0)
+    given, allowed = random.standard_normal((2, 5, 8)), random.random((2, 5, 5)) > 0.4
+    allowed[0, 1], allowed[1, :, 3:] = False, False
+    masked = tf.constant(allowed)
+    want = tf.nest.flatten(model([tf.constant(given), masked], training=False))
+    tensor = torch.from_numpy(given).requires_grad_()
+    have = list(leaves(twin(tensor, torch.from_numpy(allowed))))
+    assert len(want) == len(have) and all(error(w, h.detach()) < 1e-12 for w, h in zip(want, have, strict=True))
+    have[0].square().sum().backward()
+    with tf.GradientTape() as tape:
+        source = tf.constant(given)
+        tape.watch(source)
+        loss = tf.reduce_sum(tf.square(tf.nest.flatten(model([source, masked], training=False))[0]))
+    assert tensor.grad is not None and error(tape.gradient(loss, source), tensor.grad) < 1e-12
 
 
 def test_a_new_keras_model_is_made_of_a_twin() -> None:

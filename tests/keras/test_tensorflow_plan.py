@@ -12,6 +12,8 @@ import outcore
 import outcore.keras
 from outcore.errors import ModelError, OutcoreError, PlanError
 from outcore.keras.tensorflow.calls import functional_of, list_calls
+from outcore.keras.tensorflow.graph_memory import graph_memory
+from outcore.keras.tensorflow.optimized_graph import optimized
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
 from tests.keras.measured_memory import MODELS, rows
 from tests.keras.oracle import keras, tf
@@ -87,6 +89,40 @@ def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
     assert same(fitted(small()), fitted(model), 1e-10)
     outcore.release(model)
     assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__
+
+
+def test_a_trial_leaves_the_model_and_what_it_is_compiled_with_as_they_were() -> None:
+    keras.config.set_floatx("float32")
+    model = small()
+    known = [keras.ops.convert_to_numpy(v).copy() for v in model.variables]
+    own = keras.metrics.MeanAbsoluteError()
+    model.compile("adam", "mse", metrics=["mse", own])
+    optimizer, loss = model.optimizer, model._compile_loss
+    outcore.within(model, [(4, 16, 16, 3)], memory="2GiB", quiet=True)
+    assert outcore.memory_plan(model).peak_bytes < 2**31
+    assert same(known, model.variables, 0.0)
+    assert model.optimizer is optimizer and not optimizer.built and model._compile_loss is loss and not loss.built
+    assert float(own.total) == 0.0
+    model.fit(np.zeros((4, 16, 16, 3)), np.zeros((4, 3)), verbose=0)  # targets of another type than were tried
+
+
+def test_memory_is_read_off_the_graph_that_runs() -> None:
+    model = small()
+    variables = [v.value for v in model.trainable_variables]
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True)))
+        return tape.gradient(loss, variables)
+
+    traced = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((4, 16, 16, 3), tf.float64))
+    found = optimized(traced)
+    assert len(found.get_operations()) < len(traced.graph.get_operations())
+    memory = graph_memory(found)
+    assert memory.unknown == [] and memory.peak_bytes > 6 * 4 * 16 * 16 * 4 * 8  # inputs of norms and of dropouts
+    looped = tf.function(lambda x: tf.while_loop(lambda n: n < 9.0, lambda n: [n + 1.0], [x]), autograph=False)
+    loop = looped.get_concrete_function(tf.TensorSpec((), tf.float32))
+    assert optimized(loop) is loop.graph
 
 
 @pytest.mark.slow

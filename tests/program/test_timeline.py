@@ -48,6 +48,17 @@ def test_a_transfer_takes_its_bytes_and_one_latency() -> None:
     assert timeline.exposed_s() == (4.5, 2.5 + 2)
 
 
+def test_a_message_takes_the_hosts_at_its_ends_some_time() -> None:
+    """A quarter of a second before each of the two messages leaves, and one before the first forward, where the receive
+    of its gradient is issued; that of the other rank passes while it waits."""
+    stages = Stages.uniform(2, edge_bytes=8)
+    wire = Links(Link.symmetric(bandwidth_bytes_per_s=4.0, latency_s=0.5, host_s=0.25))
+    assert simulate(compile_program(stages, "gpipe"), stages, wire).step_s == 11 + 3 * 0.25
+    # On one processor, what the hosts do takes turns with computing.
+    shared = replace(wire, processors=1)
+    assert simulate(compile_program(stages, "gpipe"), stages, shared).step_s >= 11 + 3 * 0.25
+
+
 @settings(max_examples=60, deadline=None)
 @given(programs())
 def test_with_free_links_the_step_is_the_longest_path(case: tuple[Stages, Program]) -> None:
@@ -109,6 +120,9 @@ def test_an_all_reduce_is_a_ring_and_the_step_waits_for_it() -> None:
     stages = Stages((Stage((), 1.0, 2.0, 0, 0, 8, 8, 0, optimizer_s=1.0),), ())
     timeline = simulate(compile_program(stages, "gpipe", replicas=4), stages, WIRE)
     assert timeline.step_s == 3 + 2 * 3 * (0.5 + 2 / 4) + 1
+    slow = Links(Link.symmetric(bandwidth_bytes_per_s=4.0, latency_s=0.5, host_s=0.25))
+    timeline = simulate(compile_program(stages, "gpipe", replicas=4), stages, slow)
+    assert timeline.step_s == 3 + 2 * 3 * (0.5 + 2 * 0.25 + 2 / 4) + 1
 
 
 def test_copies_run_beside_computing_and_share_a_bus_that_is_not_duplex() -> None:

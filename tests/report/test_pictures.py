@@ -45,6 +45,9 @@ def test_a_timeline_has_a_time_axis_and_says_what_its_colours_mean() -> None:
     assert any(re.fullmatch(r"time \((ns|µs|ms|s)\)", w) for w in said)
     assert {"forward", "backward", "forward, other copy", "backward, other copy"} <= set(said)
     assert len(swatches(picture)) == len(set(swatches(picture)))
+    assert any(w.endswith("; numbers are micro-batches") for w in said) and {"0", "1"} <= set(said)
+    one = words(chart(simulate(compile_program(stages, "gpipe", micro_batches=1), stages)))
+    assert one.count("0") == 1 and not any("micro-batches" in w for w in one)  # the tick: what is not counted has none
 
 
 def test_curves_of_a_few_trials_are_told_apart_and_of_many_by_their_state() -> None:

@@ -52,6 +52,18 @@ def test_messages_that_are_computed_over_cost_nothing() -> None:
     assert sum(b - a for a, b in busy) == pytest.approx(9.5)
 
 
+def test_a_message_of_a_part_takes_the_hosts_at_its_ends_some_time() -> None:
+    links = Links(Link.symmetric(bandwidth_bytes_per_s=1e6, latency_s=0.25, host_s=0.125))
+    script = (PartCompute((1.0, 2.0)), PartSend("x", ((0, 1, 500_000), (1, 0, 500_000))), PartWait("x"))
+    events: list[Event] = []
+    ends = perform_parts(script, Forward(0, 0), (0, 1), (0.0, 0.0), LinkSchedule(links), events)
+    # What rank 1 sends leaves at 2.125 s and takes 0.75; what it gets has come by then. Receiving takes both again.
+    assert ends == pytest.approx([2.125 + 0.75 + 0.125, 2.125 + 0.125])
+    assert sum(e.end_s - e.start_s for e in events if e.rank == 0 and e.stream == "compute") == pytest.approx(1.25)
+    more = (PartCompute((1.0, 2.0)), PartSend("x", ((0, 1, 500_000), (1, 0, 500_000)), 0.5), PartWait("x"))
+    assert perform_parts(more, Forward(0, 0), (0, 1), (0.0, 0.0), LinkSchedule(links), []) == [3.25 + 0.5, 3.0]
+
+
 @pytest.mark.parametrize(("head", "replicas", "batches"), [(False, 1, 1), (True, 2, 2)])
 def test_the_timeline_of_a_grid_says_what_its_plan_says(head: bool, replicas: int, batches: int) -> None:
     graph, where = _graph(pixels=64, head=head), parse("v100x8")

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import outcore
+from outcore.cost.profile import profile
 from outcore.errors import WhatIfError
-from outcore.machine import parse
+from outcore.machine import Device, parse
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.carry_over import carry_costs, wave_ratio
-from outcore.whatif.compiled import fused_groups
+from outcore.whatif.compiled import compiled_tasks, fused_groups
 from outcore.whatif.elsewhere import carried_to, try_gpus
 from outcore.whatif.recording import record_setup, turned
 from outcore.whatif.setup import TrainingSetup
@@ -20,6 +21,7 @@ from outcore.whatif.techniques import parse_techniques
 from outcore.whatif.trial import run_in_turn
 from tests.whatif.jobs import images
 
+CPU = Device("a processor", "cpu", 8 << 30, 20e9, {"fp32": 1e11}, dispatch_s=3e-6)
 H200, V100 = (parse(name).devices[0] for name in ("h200", "v100"))
 
 
@@ -36,6 +38,38 @@ def test_where_the_host_sets_the_pace_faster_kernels_gain_nothing() -> None:
 def test_where_the_device_sets_the_pace_a_faster_host_gains_nothing() -> None:
     host, free, batch = gains(["host:0.5x", "forward=free", "batch=8192"], size=4096)
     assert host == pytest.approx(1.0, abs=0.05) and free > 1.2 and 0.9 < batch < 1.2
+
+
+@pytest.mark.parametrize("name", ["h200", "v100", "cpu"])
+@pytest.mark.parametrize("size", [1, 64])
+def test_a_step_has_one_interval(name: str, size: int) -> None:
+    device = CPU if name == "cpu" else parse(name).devices[0]
+    job = images(size)
+    job = replace(job, model=lambda: Branches())
+    found, asked = profile(job, device).step, outcore.whatif.ask(job, [], device=device).base
+    assert asked.step_s == pytest.approx(found.step_s)
+    assert (asked.low_s, asked.high_s) == pytest.approx(found.interval_s)
+    assert found.interval_s[0] < found.step_s < found.interval_s[1]
+
+
+def test_a_step_that_many_techniques_change_still_takes_some_time() -> None:
+    found = outcore.whatif.ask(images(), ["amp+compile+graphs+fused", "graphs", "amp+batch=8"], device=H200)
+    for answer in found.answers:
+        assert 0 < answer.low_s < answer.step_s < answer.high_s and answer.gain_interval[1] < float("inf")
+
+
+class Branches(torch.nn.Module):
+    """A value that two layers read, so that gradients are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = (torch.nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+        self.out = torch.nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        found: torch.Tensor = self.out((self.a(x) + self.b(x).relu()).mean((2, 3)))
+        return found
 
 
 def test_a_budget_may_be_a_share_of_what_the_step_holds() -> None:
@@ -84,6 +118,18 @@ def test_channels_last_changes_strides_and_nothing_else() -> None:
         if len(shape) == 4 and value.bytes:
             expected = torch.empty(shape, device="meta", memory_format=torch.channels_last).stride()
             assert stride == expected
+
+
+@pytest.mark.parametrize(("calls", "faster"), [(1, False), (30, True)])
+def test_compiled_launches_go_by_matrix_products(calls: int, faster: bool) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), *[torch.nn.ReLU()] * calls)] * 4)
+
+    job = outcore.Job(model=model, batch=lambda size: (torch.randn(size, 8), None), size=2)
+    found = record_setup(replace(TrainingSetup(job), compiled=True), H200)
+    before, after = found.step.simulate(), compiled_tasks(found.step, found).simulate()
+    assert after.busy_s("host") == pytest.approx(4 * 42 * H200.dispatch_s)
+    assert (after.busy_s("host") < before.busy_s("host")) == faster
 
 
 def test_groups_of_compiled_code_are_what_lies_between_matrix_products() -> None:

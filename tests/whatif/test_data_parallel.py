@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 
 from outcore.errors import WhatIfError
-from outcore.machine import parse
+from outcore.machine import Device, parse
 from outcore.machine.link import Link
 from outcore.whatif.data_parallel import buckets_of, data_parallel, gradient_tasks, sharded, units_of
 from outcore.whatif.links import ClusterLink, parse_link
 from outcore.whatif.recording import record_setup
 from outcore.whatif.scaling import scale_out
 from outcore.whatif.setup import TrainingSetup
+from outcore.whatif.techniques import parse_techniques
 from tests.whatif.jobs import images
 
 V100 = parse("v100").devices[0]
+CPU = Device("a processor", "cpu", 8 << 30, 20e9, {"fp32": 1e11}, dispatch_s=3e-6)
 FAST = ClusterLink("fast", Link.symmetric(bandwidth_bytes_per_s=1e15, latency_s=1e-12), share=1.0, trees=False)
 SLOW = ClusterLink("slow", Link.symmetric(bandwidth_bytes_per_s=1e6, latency_s=1e-3), share=1.0, trees=False)
 
@@ -67,9 +69,46 @@ def test_a_free_link_costs_nothing_but_copies() -> None:
     found = record_setup(TrainingSetup(images()), V100)
     free = ClusterLink("free", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
     alone = found.step.simulate().step_s
+    assert data_parallel(found.step, found, 4, free).simulate().step_s == pytest.approx(alone, rel=0.02)
     for weave in (data_parallel, sharded):
-        assert weave(found.step, found, 4, free).simulate().step_s == pytest.approx(alone, rel=0.02)
         assert weave(found.step, found, 1, free) == found.step
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+def test_on_a_cpu_an_all_reduce_is_work_of_the_cores_that_compute(ranks: int) -> None:
+    found = record_setup(TrainingSetup(images()), CPU)
+    alone = found.step.simulate()
+    quick = ClusterLink("quick", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
+    step = data_parallel(found.step, found, ranks, quick).simulate()
+    weights = sum(found.profile.costs.parameters.values())
+    copies_s = 2 * weights * 2 / CPU.bandwidth_bytes_per_s
+    work_s = quick.core_s(weights, ranks, CPU)
+    assert work_s == pytest.approx(4 * (ranks - 1) / ranks * weights / (0.1 * CPU.bandwidth_bytes_per_s))
+    assert step.step_s == pytest.approx(alone.step_s + copies_s + work_s)  # however fast the link, it is not hidden
+    assert quick.core_s(weights, ranks, V100) == 0.0
+
+
+def test_on_a_cpu_the_hooks_of_sharding_are_counted() -> None:
+    found = record_setup(TrainingSetup(images()), CPU)
+    units = units_of(found)
+    assert [unit.parameters for unit in units] == [2, 2, 2, 2, 2]
+    free = ClusterLink("free", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
+    optimizer_s = sum(t.time_s for t in found.step.tasks.values() if t.phase == "optimizer" and t.kind != "launch")
+    copies_s = 3 * sum(unit.bytes for unit in units) * 2 / CPU.bandwidth_bytes_per_s
+    more_s = sharded(found.step, found, 2, free).simulate().step_s - found.step.simulate().step_s
+    assert more_s == pytest.approx(copies_s - optimizer_s / 2 + 5 * (145 + 2 * 20) * CPU.dispatch_s)
+
+
+def test_where_the_host_sets_the_pace_sharding_is_slower_than_data_parallel() -> None:
+    found = record_setup(TrainingSetup(images()), V100)
+    free = ClusterLink("free", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
+    alone, step = found.step.simulate(), sharded(found.step, found, 2, free).simulate()
+    assert alone.bound_by == "host"
+    more_s = sum(145 + 20 * unit.parameters for unit in units_of(found)) * V100.dispatch_s
+    assert step.busy_s("host") == pytest.approx(alone.busy_s("host") + more_s)
+    assert step.step_s > data_parallel(found.step, found, 2, free).simulate().step_s
+    graphed = parse_techniques("graphs")[0].tasks(found.step, found)
+    assert sharded(graphed, found, 2, free).simulate().busy_s("host") == graphed.simulate().busy_s("host")
 
 
 def test_sharding_gathers_twice_and_scatters_once() -> None:

@@ -45,7 +45,9 @@ def explore(
     export: Annotated[
         Path | None, typer.Option("--export", metavar="FILE", help="Write the page as one file instead.")
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, show_default="a free one")] = 0,
+    port: Annotated[
+        int, typer.Option("--port", help="Of the address on this machine.", min=0, max=65535, show_default="a free one")
+    ] = 0,
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in the browser.")] = True,
     json: Json = False,
 ) -> None:
@@ -55,11 +57,13 @@ def explore(
 
         outcore explore job.py --on a100
 
-        outcore explore torchvision.models:resnet50 -i 64x3x224x224 --on h200 --devices 4
+        outcore explore torchvision.models:resnet50 -i 64x3x224x224 --on h200 -n 4
 
         outcore explore job.py --on a100 --export page.html
 
-        outcore explore runs/first      (the job of a run, and the run itself while it goes on)
+    The folder of a run shows its job, and the run itself while it goes on:
+
+        outcore explore runs/first
     """
     from outcore.cli.one_device import plain_bytes
     from outcore.explore.parts import ExploreSettings, explore_bundle

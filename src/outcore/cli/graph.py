@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -67,7 +68,7 @@ def graph(
 
         outcore graph torchvision.models:resnet50 -i 1x3x224x224 --html resnet50.html
 
-        outcore graph outcore.models:UNet -i 1x3x256x256 --svg unet.svg --form u --shade time --on a100
+        outcore graph job.py --svg net.svg --form u --shade time --on a100
     """
     if direction not in ("outputs", "inputs"):
         raise typer.BadParameter(f"must be outputs or inputs, not {direction}", param_hint="--direction")
@@ -92,7 +93,8 @@ def graph(
     if json:
         typer.echo(json_module.dumps(found.to_json(), indent=1))
     elif adjacency:
-        _print_lists(console, found.adjacency(depth, way, expand=opened, functions=functions), way)
+        lists = found.adjacency(depth, way, expand=opened)
+        _print_lists(console, _lists_with_functions(found, depth, opened, way) if functions else lists, way)
     elif skips:
         _print_skips(console, found, depth)
     elif cuts:
@@ -127,6 +129,24 @@ def _shades(graph: Graph, shade: str | None, on: str | None) -> dict[str, Any]:
     if shade == "memory":
         return {"shade": memory_by_block(graph, estimate(graph, machine=on)), "unit": "memory kept for backward"}
     return {"shade": moved_by_block(graph, Plan.load(shade)), "unit": "memory that the plan does not keep"}
+
+
+def _lists_with_functions(
+    graph: Graph, depth: int | None, opened: tuple[str, ...], way: Literal["outputs", "inputs"]
+) -> dict[str, list[str]]:
+    """Adjacency in which every call of a function is its own: two calls of ``mean()`` have nothing to do with each
+    other, while a module that is called twice is one block."""
+    called = graph.view(depth, expand=opened, functions=True, by_call=True).adjacency(way)
+    calls = Counter(name.rpartition("#")[0] for name in called)
+
+    def shown(name: str) -> str:
+        block = name.rpartition("#")[0] or name
+        return name if block.endswith("()") and calls[block] > 1 else block
+
+    lists: dict[str, dict[str, None]] = {}
+    for name, others in called.items():
+        lists.setdefault(shown(name), {}).update(dict.fromkeys(map(shown, others)))
+    return {name: list(others) for name, others in lists.items()}
 
 
 def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) -> None:

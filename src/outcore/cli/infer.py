@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outcore.cli.common.options import Arguments, JobName, Json
-from outcore.errors import DataError, FullDiskError, MissingPackageError, OutcoreError
+from outcore.cli.common.options import Arguments, Inputs, JobName, Json
+from outcore.errors import DataError, FullDiskError, JobError, MissingPackageError, OutcoreError
 
 if TYPE_CHECKING:
     from outcore.infer import ResultsFolder, SlideRunner
@@ -73,9 +73,7 @@ def infer(
     ] = False,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="a GPU if any")] = None,
     workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="Threads that read ahead.")] = 2,
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", "-i", help="Shape of an input of package.module:Class.")
-    ] = None,
+    inputs: Inputs = None,
     arguments: Arguments = None,
     json: Json = False,
 ) -> None:
@@ -185,10 +183,26 @@ def _one(runner: SlideRunner, data: Path, output: Path | None, written: _Written
         if name in row:
             typer.echo(f"wrote {row[name]}")
     if not opened.fitted.is_map:
-        named = f" ({row['name']})" if "name" in row and row["name"] != str(row["class"]) else ""
-        typer.echo(f"class {row['class']}{named}: scores {row['scores']}, probabilities {row['probabilities']}")
+        typer.echo(classes_text(row))
     if runner.network.device.type == "cpu" and row["process_bytes"] is not None:
         typer.echo(_held(row, runner.memory), err=True)
+
+
+def classes_text(row: dict[str, Any], most: int = 5) -> str:
+    """The class of a slide with the likeliest classes by name.
+
+    >>> classes_text({"class": 1, "names": ["0", "1"], "scores": [0, 2], "probabilities": [0.1192, 0.8808]})
+    'class 1: probability 0.8808 of 1, 0.1192 of 0; scores 2, 0'
+    """
+    named = f" ({row['name']})" if "name" in row and row["name"] != str(row["class"]) else ""
+    if len(row["scores"]) == 1:  # a logit, or a value: which, only the user knows
+        score, share = row["scores"][0], row["probabilities"][0]
+        return f"class {row['class']}{named}: score {score:.6g}, as a logit probability {share:.4g}"
+    found = sorted(zip(row["probabilities"], row["scores"], row["names"], strict=True), key=lambda one: -one[0])
+    likely = ", ".join(f"{share:.4g} of {name}" for share, _, name in found[:most])
+    scores = ", ".join(f"{score:.6g}" for _, score, _ in found[:most])
+    rest = f" (the first {most} of {len(found)} classes; -o NAME.csv writes all)" if len(found) > most else ""
+    return f"class {row['class']}{named}: probability {likely}; scores {scores}{rest}"
 
 
 def _held(row: dict[str, Any], memory: str) -> str:
@@ -206,7 +220,7 @@ def _held(row: dict[str, Any], memory: str) -> str:
 def _run(runner: SlideRunner, opened: Opened, path: Path, written: _Written) -> dict[str, Any]:
     """One slide, with a bar for its tiles on a terminal."""
     if written.heat is not None and not opened.fitted.is_map:
-        raise DataError(f"--heat {written.heat} is drawn of maps, and this network gives classes; leave it out")
+        raise JobError(f"--heat {written.heat} is drawn of maps, and this network gives classes; leave it out")
     quiet = written.json or not sys.stderr.isatty()
     with _bar(quiet) as bar:
         task = bar.add_task(escape(opened.path.name), total=None)
@@ -303,7 +317,7 @@ def _try(
         Console(stderr=True).print(f"{slide.given} ({number})", highlight=False, markup=False, soft_wrap=True)
     try:
         row = _run(runner, runner.open(slide.path), folder.path / f"{slide.name}.mask.tif", written)
-    except (MissingPackageError, FullDiskError):  # the next slide would fare no better
+    except (JobError, MissingPackageError, FullDiskError):  # the next slide would fare no better
         raise
     except (OutcoreError, OSError) as error:
         folder.fail(slide, str(error))

@@ -21,7 +21,7 @@ __all__ = ["machine"]
 
 def machine(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of recalling.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save the machine to this file.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the known GPUs.")] = False,
     name: Annotated[

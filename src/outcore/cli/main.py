@@ -9,20 +9,20 @@ job's own code failed, with its traceback; 2 the command line itself was wrong; 
 
 from __future__ import annotations
 
-import inspect
+import errno
 import os
-import re
 import sys
 import traceback
 from difflib import get_close_matches
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from outcore.cli.common.help_text import flowing, plain_usage, worded
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -44,11 +44,12 @@ COMMANDS = {
     "demo": "A slide too large for the budget: looked at, planned, trained on and reported, in about a minute.",
 }
 """Every command with a line of help; each is the function of its name, in the file of its name."""
+_OPTIONS = ("--version", "--help")
 _FILES = {"simulate": "plan"}
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
-_FOLDERS = {"sweep", "infer"}
+_FOLDERS = {"sweep", "infer", "train", "demo"}
 """Commands whose output may be a folder, which they make."""
 
 
@@ -59,10 +60,20 @@ class _Command(TyperCommand):
         for name in ("svg", "html", "page", "trace", "export", "output"):
             if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
                 _check_file(Path(path))
+        for name in ("out", "output"):
+            if self.name in _FOLDERS and ctx.params.get(name) is not None:
+                _check_folder(Path(ctx.params[name]), f"--{name}")
+        if (memory := ctx.params.get("memory")) is not None:
+            from outcore.machine.units import parse_budget
+
+            parse_budget(memory, 1)  # what is no size is said before the job is loaded
         return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
-        return _bare(super().get_params(ctx))
+        return worded(super().get_params(ctx), self.callback)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return plain_usage(super().collect_usage_pieces(ctx))
 
 
 class _Commands(TyperGroup):
@@ -71,17 +82,10 @@ class _Commands(TyperGroup):
     _listing = False
 
     def get_params(self, ctx: Any) -> Any:
-        return _bare(super().get_params(ctx))
+        return worded(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            close = get_close_matches(args[0], COMMANDS, 1)
-            said = f"no command {args[0]!r}; " + (f"did you mean {close[0]}?" if close else "see outcore --help")
-            ctx.fail(said)
-        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
@@ -92,7 +96,7 @@ class _Commands(TyperGroup):
         module = import_module(f"outcore.cli.{_FILES.get(cmd_name, cmd_name)}")
         made.command(cmd_name, cls=_Command)(getattr(module, cmd_name))
         command = typer.main.get_command(made)
-        command.help = _flowing(command.help or "")
+        command.help = flowing(command.help or "")
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -101,6 +105,16 @@ class _Commands(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self._listing = False
+
+
+def _check_folder(path: Path, option: str) -> None:
+    """Refuse a folder that could not be made."""
+    from outcore.errors import OutcoreError
+
+    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not os.access(there, os.W_OK):
+        said = f"{path} cannot be written: {there} takes no files of yours"
+        raise OutcoreError(f"{said}; name another place: {option} {Path.home() / path.name}")
 
 
 def _check_file(path: Path) -> None:
@@ -113,28 +127,6 @@ def _check_file(path: Path) -> None:
         raise OutcoreError(f"no folder {path.parent} for {path.name}; make it first: mkdir -p {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OutcoreError(f"{path} cannot be written: {path.parent.resolve()} takes no files of yours; name another")
-
-
-def _flowing(text: str) -> str:
-    """Help whose paragraphs are broken by the terminal, not where the source is; examples keep their lines, all of them
-    at the margin, where rich puts the first in any case."""
-    lines = inspect.cleandoc(text).split("\n")
-    flowing = lines[:1]
-    for before, line in pairwise(lines):
-        example = [bool(re.match(r" {4}|outcore ", either)) for either in (before, line)]
-        if before and line and not any(example):
-            flowing[-1] += f" {line}"
-        else:
-            flowing.append(line.strip())
-    return "\n".join(flowing)
-
-
-def _bare(params: Any) -> Any:
-    """Options, the flags among them without the name of a type."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    return params
 
 
 app = typer.Typer(
@@ -168,9 +160,24 @@ def main() -> None:
 
     readable_streams()
     try:
+        _refuse_a_typing_error(sys.argv[1:2])
         _run()
     finally:
         finish_streams()
+
+
+def _refuse_a_typing_error(words: list[str]) -> None:
+    """Answer a first word that is no command at once: what typer needs for that takes longer than all the rest."""
+    known = [*COMMANDS, *_OPTIONS]
+    for word in words:
+        if word not in known:
+            close = get_close_matches(word, known, 1)
+            kind = "option" if word.startswith("-") else "command"
+            typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+            typer.echo(
+                f"no {kind} {word!r}; {f'did you mean {close[0]}?' if close else 'see outcore --help'}", err=True
+            )
+            sys.exit(2)
 
 
 def _run() -> None:
@@ -185,7 +192,9 @@ def _run() -> None:
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        typer.echo(f"{error.filename or 'what was to be written'}: {error.strerror or error}", err=True)
+        said = f"{error.filename or 'what was to be written'}: {error.strerror or error}"
+        elsewhere = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
+        typer.echo(said + ("; name a place that takes it: --out or -o" if elsewhere else ""), err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

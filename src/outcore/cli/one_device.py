@@ -75,7 +75,21 @@ def plan_on_one_device(
         )
     made = step.plan
     if isinstance(made, StreamedStep):
+        if svg is not None:
+            with working("searching for faster and smaller steps", quiet=json):
+                keeping, whole = frontier_on_one_device(job, graph, costs, where)
+            drawn = frontier_svg(
+                keeping,
+                whole,
+                name=f"{graph.root.type} on {device.name}",
+                budget_bytes=budget_bytes,
+                plain_s=plain.step.step_s,
+                plain_bytes=plain.memory.peak_bytes,
+                tiles=(step.peak_bytes, step.time_s),
+            )
+            write_text(svg, drawn)
         _show_tiles(graph, device.name, budget_bytes, step, output=output, json=json)
+        wrote(output, svg)
         return
     with working("searching for faster and smaller steps", quiet=json):
         found = frontier(made.keeping, known=[made.assignment])
@@ -167,7 +181,6 @@ def _show_tiles(
     document = step.document()
     if output is not None:
         document.save(output)
-        wrote(output)
     if json:
         typer.echo(json_module.dumps({"plan": document.to_json(), "frontier": []}, indent=1))
         return

@@ -77,11 +77,11 @@ def plan(
 
     Nothing is run, so a plan can be made without the hardware:
 
-        outcore plan outcore.models:UNet -i 8x3x1024x1024 --machine v100x4 --memory 12GiB -o plan.json
+        outcore plan outcore.models:UNet -i 8x3x1024x1024 --on v100x4 -m 12GiB -o p.json
 
     On one device: what is kept for backward, moved, encoded or made again, and the step's time at other budgets:
 
-        outcore plan outcore.models:UNet -i 1x3x4096x4096 --machine h200 --memory 60GiB --svg frontier.svg
+        outcore plan outcore.models:UNet -i 1x3x4096x4096 --on h200 -m 60GiB --svg f.svg
     """
     if balance not in (None, "compute", "memory"):
         raise typer.BadParameter(f"must be compute or memory, not {balance}", param_hint="--balance")

@@ -74,9 +74,7 @@ def profile(
 
         outcore profile job.py --on a100 --image 512,1024,2048 --svg profile.svg
 
-        outcore profile job.py --on a100 --frontier --svg profile.svg       and profile-frontier.svg
-
-        outcore profile job.py --scan       Jacobians of its chain of layers, multiplied as a tree
+        outcore profile job.py --on a100 --frontier --svg profile.svg
     """
     if on is not None and measured:
         raise typer.BadParameter("another device cannot be measured from here; leave out --measure", param_hint="--on")

@@ -63,7 +63,7 @@ def sweep(
     batch and seed vary the batch size and the first weights:
 
         outcore sweep job.py --set lr=1e-4,3e-4,1e-3 --set wd=0,1e-4
-        outcore sweep job.py --set lr=1e-5:1e-1:log --trials 64 --search tpe --pruner asha
+        outcore sweep job.py --set lr=1e-5:1e-1:log --trials 64 --pruner asha
     """
     from outcore.fusion.sweep.optuna_tuner import PRUNERS, SEARCHES, Tuner
     from outcore.fusion.sweep.space import grid, parse_settings

@@ -33,13 +33,13 @@ def train(
         str | None, typer.Option("--memory", "-m", help="Budget of device memory: 20GiB, or 50% of a plain step's.")
     ] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Processes to train with.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", "-e", min=1)] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", "-e", min=1, help="Times through the data.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of an epoch.")] = None,
     batch: Batch = None,
     accumulate: Annotated[int | None, typer.Option("--accumulate", min=1, help="Batches of a step.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", help="fp32, bf16 or fp16.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the weights and the order of the data.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="a GPU if any")] = None,
     resume: Annotated[
         str | None, typer.Option("--resume", help="auto, never, or a checkpoint.", show_default="auto")
@@ -49,7 +49,7 @@ def train(
 ) -> None:
     """Train a network: within a budget, on one device or many, to be stopped and continued at any time.
 
-        outcore train job.py --data slides.csv --memory 20GiB --epochs 10 --out runs/first
+        outcore train job.py --data slides.csv --memory 20GiB --epochs 10
 
         outcore train run.yaml plan.memory=20GiB schedule.name=CosineAnnealingLR
 

@@ -27,6 +27,7 @@ from outcore.allocator.process_limit import has_limit
 from outcore.compiled.discard import discard, recorded_functions
 from outcore.compiled.joint_graph import Rates
 from outcore.compiled.lifetimes import StepOfGraph
+from outcore.compiled.micro_batch.sample_wise import SampleWise, samples_of
 from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.pieces import Piece, PieceChooser, peak_of, seconds_of, smaller, within
 from outcore.compiled.plan import CompiledPlan
@@ -35,6 +36,7 @@ from outcore.compiled.room import Room, library_bytes, refusal, room_of
 from outcore.compiled.settings import CompileSettings
 from outcore.compiled.torch_partitioner import (
     CompilationError,
+    Partition,
     Partitioner,
     compile_planned,
     compiling,
@@ -47,7 +49,7 @@ from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.static_grads import GraphGradients
 from outcore.memory.saved_tensors.live_forward import is_looked_at
 
-__all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
+__all__ = ["CompiledForward", "Entry"]
 
 _COMPILATIONS = 4
 _AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False, "allow_buffer_reuse": False}
@@ -67,7 +69,7 @@ _FASTER = 0.97
 
 
 @dataclass
-class _Entry:
+class Entry:
     """One way of calling the model."""
 
     run: Callable[..., Any]
@@ -96,7 +98,7 @@ class CompiledForward:
         self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs
         self.reservation = Reservation(self.device)
         self.gradients = GraphGradients()
-        self.entries: dict[Hashable, _Entry] = {}
+        self.entries: dict[Hashable, Entry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
         self.least_seen: int | None = None
@@ -106,6 +108,11 @@ class CompiledForward:
         self.plan: CompiledPlan | None = None
         self.skipped = 0
         """Graphs that torch.compile could not record."""
+        self.samples: SampleWise | None = None
+        """The forward of the whole batch, where every sample is for itself."""
+        self.seen: list[Piece] = []
+        """The pieces of the last attempt."""
+        self.given: list[torch.Tensor] = []
         self.before: dict[str, Any] = {}
         """What stood in the model's attributes, to be put back."""
 
@@ -169,7 +176,7 @@ class CompiledForward:
         entry.chooser.restart()
         return output
 
-    def _run(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
+    def _run(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """A forward. What the loop may keep of CUDA graphs, which the next step overwrites, gets its own memory."""
         if not self.as_graphs:
             return entry.run(*args, **kwargs)
@@ -202,7 +209,7 @@ class CompiledForward:
 
     def entry(
         self, budget_bytes: int | None, known: list[Piece] | None = None, *, copies: bool | None = False
-    ) -> _Entry:
+    ) -> Entry:
         """The model, to be compiled when it is called first.
 
         Args:
@@ -215,11 +222,16 @@ class CompiledForward:
         chooser = PieceChooser(budget_bytes, self.rates, known or (), beside, self.reservation, copies, self.allocator)
         options = dict(self.settings.options) | ({"triton.cudagraphs": True} if self.as_graphs else {})
         options |= _AS_PLANNED if copies else {}
+        chooser.look = self._look_for_samples if known is None or not known else None
         partitioner = Partitioner(chooser)
         run = compile_planned(self.inner, partitioner, kernels=self.settings.kernels, head=head, **options)
-        return _Entry(run, chooser, partitioner)
+        return Entry(run, chooser, partitioner)
 
-    def discard(self, entry: _Entry | None = None) -> None:
+    def _look_for_samples(self, partition: Partition) -> None:
+        """Note whether every sample is for itself, in case that the batch has to be divided."""
+        self.samples = samples_of(partition, self.given, (*self.model.parameters(), *self.model.buffers()))
+
+    def discard(self, entry: Entry | None = None) -> None:
         """Give back what was compiled for one way of calling the model, or for all."""
         for each in list(self.entries.values()) if entry is None else [entry]:
             discard(each.partitioner, self.device, each.recorded)
@@ -243,6 +255,7 @@ class CompiledForward:
             PlanError: the budget is too small.
         """
         args, kwargs = with_content(args, kwargs, self.device)
+        self.given = [tensor for _, tensor in leaves((args, kwargs), torch.Tensor)]
         room = self.room(args, kwargs)
         own, budget = room.own_bytes, self.settings.budget_bytes
         if budget is not None and own + room.update_bytes > budget:
@@ -253,7 +266,7 @@ class CompiledForward:
         known: list[Piece] = []
         asked: list[Any] = []
         needed = 0
-        best: tuple[float, _Entry, CompiledPlan] | None = None
+        best: tuple[float, Entry, CompiledPlan] | None = None
         undecided = None if self.rates.link is not None else False
         spare = min(_GRANULE, (budget or 0) // 100) if self.device.type == "cuda" else 0
         for _ in range(_COMPILATIONS):
@@ -282,7 +295,7 @@ class CompiledForward:
             if not pieces:
                 self.discard(entry)
                 raise CompilationError("torch.compile found nothing to compile that leads back to parameters")
-            known = pieces
+            known = self.seen = pieces
             asked.append([p.kept for p in known])
             taken = tried.taken_bytes
             needed = tried.needed_bytes + spare if taken is not None else int((1 + _NO_ROOM) * ((budget or 0) - own))
@@ -292,12 +305,12 @@ class CompiledForward:
             fits = taken is not None and own + needed <= (budget or sys.maxsize)
             if fits:
                 self.corrected_bytes = min(self.corrected_bytes, max(0, missed))
-            plan = self._plan(known, room)
+            plan = self.plan_of(known, room)
             step_s = self.measured_s if self.measured_s is not None else plan.seconds
             if budget is None:
                 best = step_s, entry, plan
                 break
-            worse: _Entry | None = entry
+            worse: Entry | None = entry
             if fits and (best is None or step_s < best[0]):
                 worse, best = best[1] if best is not None else None, (step_s, entry, plan)
             if worse is not None:
@@ -362,7 +375,7 @@ class CompiledForward:
         """What is reserved for the values of a step."""
         return peak_of(points) + (0 if self.allocator is None else self.allocator.overhead(points))
 
-    def _try(self, entry: _Entry, args: Any, kwargs: Any) -> Tried:
+    def _try(self, entry: Entry, args: Any, kwargs: Any) -> Tried:
         """What steps take."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -387,7 +400,8 @@ class CompiledForward:
         update_s = self.settings.optimizer.traffic_per_parameter * trained / self.rates.bytes_per_s
         return seconds_of(points, update_s)
 
-    def _plan(self, pieces: list[Piece], room: Room) -> CompiledPlan:
+    def plan_of(self, pieces: list[Piece], room: Room) -> CompiledPlan:
+        """What was chosen, and what it takes."""
         own, update = room.own_bytes, room.update_bytes
         chosen, fastest = [p.chosen for p in pieces], [p.fastest for p in pieces]
         return CompiledPlan(
@@ -410,33 +424,6 @@ class CompiledForward:
             chunk_rows=self.settings.head.rows_per_chunk if self.settings.head is not None else None,
             graphs=self.as_graphs and self.skipped == 0,
         )
-
-
-def install_compiled_forward(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: CompileSettings
-) -> CompiledPlan:
-    """Put a compiled forward in a model's place.
-
-    Args:
-        model: the user's; one that was compiled already is planned anew.
-        args: of a call.
-        kwargs: of a call.
-        settings: what was asked for.
-
-    Raises:
-        CompilationError: torch.compile cannot do it; the model is as it was.
-        PlanError: the budget is too small.
-    """
-    compiled_before = isinstance(getattr(model, "_orig_mod", None), nn.Module)
-    forward = CompiledForward(model, None if compiled_before else model.__dict__.get("forward"), settings)
-    plan = forward.compile_first(args, kwargs)
-    for name in ("forward", "_compiled_call_impl"):
-        if name in model.__dict__:
-            forward.before[name] = model.__dict__.pop(name)
-    if "_compiled_call_impl" in forward.before:
-        model.__dict__["_compiled_call_impl"] = None
-    model.__dict__["forward"] = forward
-    return plan
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

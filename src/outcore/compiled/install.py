@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -60,7 +61,8 @@ def compile_within(
     Raises:
         PlanError: the budget is too small.
     """
-    from outcore.compiled.compiled_forward import CompileSettings, install_compiled_forward
+    from outcore.compiled.in_place import forward_of, install, install_compiled_forward
+    from outcore.compiled.settings import CompileSettings
     from outcore.compiled.torch_partitioner import CompilationError
 
     plain_bytes = memory_curve(graph, account(graph), optimizer=optimizer).peak_bytes
@@ -89,18 +91,50 @@ def compile_within(
             settings = replace(settings, graphs=False)
         elif graphs and not quiet:
             print("outcore: there are no CUDA graphs on this device; compiled without", file=sys.stderr)
+        forward = forward_of(model, settings)
         try:
-            return install_compiled_forward(model, *call, settings)
+            return install(forward, *call)
         except PlanError as refused:
-            if (head := _head(graph, model, loss_bytes, loss)) is None:
+            found = _smaller_step(forward, call, graph, loss, loss_bytes, None if quiet else str(refused))
+            if found is None:
                 raise
-            if not quiet:
-                print(f"outcore: {refused}; now with its last layer in chunks", file=sys.stderr)
-            return install_compiled_forward(model, *call, replace(settings, head=head))
+            return found
     except CompilationError as error:
         if not quiet:
             print(f"outcore: not compiled, managed as without compile=True: {error}", file=sys.stderr)
         return None
+
+
+def _smaller_step(
+    attempt: CompiledForward,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    graph: Graph,
+    loss: Callable[[Any], torch.Tensor] | None,
+    loss_bytes: int,
+    told: str | None,
+) -> CompiledPlan | None:
+    """A plan for a step that does not fit as a whole: its last layer in chunks, or its batch in micro-batches.
+
+    Args:
+        attempt: what was compiled, and did not fit.
+        call: arguments.
+        graph: what was recorded of the model.
+        loss: of the output.
+        loss_bytes: what it holds.
+        told: why it did not fit, to be said; none to be quiet.
+    """
+    from outcore.compiled.in_place import install_compiled_forward
+    from outcore.compiled.micro_batch.in_parts import install_in_parts
+
+    model = attempt.model
+    if (head := _head(graph, model, loss_bytes, loss)) is not None:
+        if told is not None:
+            print(f"outcore: {told}; now with its last layer in chunks", file=sys.stderr)
+        with contextlib.suppress(PlanError):
+            return install_compiled_forward(model, *call, replace(attempt.settings, head=head))
+    if attempt.samples is not None and told is not None:
+        print(f"outcore: {told}; now in micro-batches", file=sys.stderr)
+    return install_in_parts(model, *call, attempt, graph)
 
 
 def _head(

@@ -98,6 +98,8 @@ class StepOfGraph:
     """What the host takes to launch all of it."""
     device_s: float = 0.0
     """What its kernels take."""
+    forward_s: float = 0.0
+    """What a forward alone takes."""
 
 
 @dataclass(slots=True)
@@ -187,6 +189,7 @@ def step_of(
         offloaded_bytes=sum(size[b] for b in fetch_before),
         host_s=host_s,
         device_s=device_s,
+        forward_s=host_and_device_s(unit_s * (ENTER / 2 + forward.work), sum(forward.seconds)),
     )
 
 

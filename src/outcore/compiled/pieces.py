@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.compiled.joint_graph import JointGraph, Rates
@@ -220,9 +220,13 @@ class PieceChooser:
         self.known = list(known)
         """Of a compilation before, with what was chosen for them together."""
         self.pieces: list[Piece] = []
+        self.look: Callable[[Partition], None] | None = None
+        """Is shown every joint graph before it is chosen for."""
 
     def __call__(self, partition: Partition) -> Choice:
         """What is saved of a joint graph."""
+        if self.look is not None:
+            self.look(partition)
         graph = JointGraph(partition, self.rates)
         names = tuple(node.name for node in graph.nodes)
         number = len(self.pieces)

@@ -46,6 +46,10 @@ class CompiledPlan:
     """Rows of a chunk, where the last layer and its loss run apart in chunks."""
     graphs: bool = False
     """Whether forward and backward are CUDA graphs."""
+    micro_batches: int = 1
+    """Parts in which a call runs its batch."""
+    kept: int = 1
+    """Of those, how many keep what their backward needs; the others run again in the backward."""
     host_s: float = 0.0
     """Predicted for the host alone, to launch a step; nothing on a CPU."""
 
@@ -71,6 +75,11 @@ class CompiledPlan:
             f"  {format_bytes(self.saved_bytes)} saved for the backward, {self.again} values made again in it; results "
             "are reassociated, and random numbers are those of torch.compile",
         ]
+        if self.micro_batches > 1:
+            again = self.micro_batches - self.kept
+            lines.append(
+                f"  each call runs its batch in {self.micro_batches} micro-batches, {again} of them again in backward"
+            )
         if self.offloaded_bytes:
             lines.append(f"  {format_bytes(self.offloaded_bytes)} of them leave the device until the backward")
         if self.chunk_rows is not None:

@@ -79,6 +79,8 @@ class Partition:
     """What torch would save, by its own memory budget from 0 to 1."""
     channels_last: bool = False
     """Whether Inductor gives convolutions their operands with channels last, by copies where they are not."""
+    overwrites: bool = False
+    """Whether the forward changes what it is given."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]],
         fusible=frozenset(n for n in graph.nodes if n.op == "call_function" and kinds.is_fusible(n)),
         torch_choice=lambda budget: theirs(graph, info, memory_budget=budget),
         channels_last=_channels_last(graph),
+        overwrites=bool(overwritten),
     )
 
 

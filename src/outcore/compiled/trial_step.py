@@ -164,8 +164,13 @@ def with_content(args: Any, kwargs: Any, device: torch.device) -> tuple[tuple[An
 
 
 def distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """The bytes of tensors, shared memory once."""
-    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
+    """The bytes of tensors; memory that several share, whole or in part, once."""
+    total, until = 0, dict[torch.device, int]()
+    for tensor in sorted(tensors, key=lambda t: t.data_ptr()):
+        begin, end = max(tensor.data_ptr(), until.get(tensor.device, 0)), tensor.data_ptr() + tensor.nbytes
+        total += max(0, end - begin)
+        until[tensor.device] = max(end, until.get(tensor.device, 0))
+    return total
 
 
 def total_of(output: Any) -> torch.Tensor:

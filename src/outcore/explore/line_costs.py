@@ -21,6 +21,7 @@ from outcore.graph.source import file_of
 
 __all__ = ["LineCost", "SourceFile", "line_costs", "source_files"]
 
+_OURS = Path(__file__).parents[1]
 _LONGEST = 400_000
 """Characters of a file that is shown."""
 
@@ -92,7 +93,7 @@ def source_files(graph: Graph, costs: Costs) -> list[SourceFile]:
     for name, lines in line_costs(graph, costs).items():
         first = next(iter(lines))
         where = file_of(f"{name}:{first}")
-        if where is None:
+        if where is None or _is_ours(where[0]):
             continue
         try:
             text = where[0].read_text(encoding="utf-8", errors="replace")
@@ -103,6 +104,11 @@ def source_files(graph: Graph, costs: Costs) -> list[SourceFile]:
     calls = {name: {c for line in lines.values() for c in line.calls} for name, lines in _by_file(found).items()}
     times = {name: sum(costs.calls[c].time_s for c in of_one) for name, of_one in calls.items()}
     return sorted(found, key=lambda file: (-times[file.name], file.name))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is how we call a job's loss, and nobody's network."""
+    return path.is_relative_to(_OURS) and not path.is_relative_to(_OURS / "models")
 
 
 def _by_file(files: Iterable[SourceFile]) -> dict[str, Mapping[int, LineCost]]:

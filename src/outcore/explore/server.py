@@ -49,12 +49,14 @@ _LARGEST = 1 << 20
 
 
 def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> Starlette:
-    """The application around a supervisor, which it starts and ends."""
+    """The application around a supervisor, which it starts and ends; `app.state.leaving` ends all answers."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
+
+    leaving = asyncio.Event()
 
     def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
@@ -63,7 +65,7 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
             origin = request.headers.get("origin")
             if origin is not None and origin != f"{request.url.scheme}://{request.headers.get('host')}":
                 return PlainTextResponse("another origin", 403, _HEADERS)
-            response = await answer(request)
+            response = await _unless(leaving, answer(request)) or PlainTextResponse("the server is leaving", 503)
             response.headers.update(_HEADERS)
             return response
 
@@ -74,7 +76,7 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
         return HTMLResponse(explore_page({"title": title}, live=True))
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(_stream(supervisor), media_type="text/event-stream")
+        return StreamingResponse(_stream(supervisor, leaving), media_type="text/event-stream")
 
     async def simulate(request: Request) -> Response:
         try:
@@ -125,29 +127,47 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)
     app = Starlette(routes=routes, middleware=[hosts], lifespan=life)
+    app.state.leaving = leaving
     app.router.redirect_slashes = False  # a redirection would say which paths there are
     return app
 
 
-async def _stream(supervisor: Supervisor) -> AsyncIterator[str]:
+async def _unless(leaving: asyncio.Event, answer: Awaitable[Response]) -> Response | None:
+    """An answer, or none where the server is told to leave before there is one."""
+    answering, left = asyncio.ensure_future(answer), asyncio.ensure_future(leaving.wait())
+    try:
+        await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else None
+    finally:
+        await _cancel(answering, left)
+
+
+async def _stream(supervisor: Supervisor, leaving: asyncio.Event) -> AsyncIterator[str]:
     """Server-sent events: a message to an event, and now and then a comment that keeps the connection open."""
     messages = supervisor.messages()
     following: asyncio.Task[str] | None = None
+    left = asyncio.ensure_future(leaving.wait())
     try:
-        while True:
+        while not leaving.is_set():
             following = following or asyncio.ensure_future(anext(messages))
-            done, _ = await asyncio.wait({following}, timeout=_ALIVE_S)
-            if done:
+            done, _ = await asyncio.wait({following, left}, timeout=_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if following in done:
                 yield f"data: {following.result()}\n\n"
                 following = None
-            else:
+            elif not done:
                 yield ": alive\n\n"
     finally:
-        if following is not None:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await following
+        await _cancel(left, *([following] if following is not None else []))
         await messages.aclose()  # type: ignore[attr-defined]
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what is not done, and wait for its end."""
+    for task in tasks:
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                await task
 
 
 async def _body(request: Request) -> Any:
@@ -234,4 +254,8 @@ class ExploreServer:
             await asyncio.sleep(0.02)
         if started is not None and not serving.done():
             started()
+        while not serving.done():
+            if server.should_exit:  # pages that are open would be cut off with a traceback
+                app.state.leaving.set()
+            await asyncio.wait({serving}, timeout=0.1)
         await serving

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from outcore.data import Slide
-from outcore.errors import JobError, suggest
+from outcore.errors import DataError, JobError, suggest
 from outcore.infer.fit import Fitted
 from outcore.infer.map_file import MapFile, Progress, check_kind, write_map, write_region
 from outcore.infer.network import InferNetwork
@@ -76,7 +76,7 @@ def class_scores(network: InferNetwork, made: Any) -> dict[str, Any]:
         raise JobError(f"the model returned {type(made).__name__}; infer writes one tensor, a map or class scores")
     scores = made.float().flatten().cpu()
     if not scores.isfinite().all():
-        raise JobError("the network gave scores that are not finite; train it longer, or with a lower learning rate")
+        raise DataError("the network gave scores that are not finite; train it longer, or with a lower learning rate")
     names = network.names(len(scores))
     # A single number is a value, or the logit of one class; which, only the user knows.
     best = int(scores.argmax()) if len(scores) > 1 else int(scores[0] > 0)

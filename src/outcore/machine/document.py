@@ -26,9 +26,10 @@ _DEVICE = Record(
     },
 )
 _LINK = Record(
-    {"away_bytes_per_s": _RATE, "back_bytes_per_s": _RATE, "both_bytes_per_s": _RATE}, {"latency_s": _SECONDS}
+    {"away_bytes_per_s": _RATE, "back_bytes_per_s": _RATE, "both_bytes_per_s": _RATE},
+    {"latency_s": _SECONDS, "host_s": _SECONDS},
 )
-_SYMMETRIC = Record({"bandwidth_bytes_per_s": _RATE}, {"latency_s": _SECONDS, "duplex": Flag()})
+_SYMMETRIC = Record({"bandwidth_bytes_per_s": _RATE}, {"latency_s": _SECONDS, "host_s": _SECONDS, "duplex": Flag()})
 _NAMED = Maybe(Either((Text(1), _LINK, _SYMMETRIC)))
 _COMMON = {"version": Anything(), "fingerprint": Text(), "name": Text(), "source": Text(), "nodes": Whole(1, 65_536)}
 

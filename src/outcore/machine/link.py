@@ -34,6 +34,8 @@ class Link:
     both_bytes_per_s: float
     """Bytes per second of the two directions together when both are busy."""
     latency_s: float = 0.0
+    host_s: float = 0.0
+    """Seconds in which a message keeps the host at either of its ends from computing: a call, a copy, a wake-up."""
 
     def __post_init__(self) -> None:
         rates = (self.away_bytes_per_s, self.back_bytes_per_s, self.both_bytes_per_s)
@@ -41,12 +43,16 @@ class Link:
             raise MachineError(f"a link needs three positive rates in bytes per second, got {rates}")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise MachineError(f"a link needs a latency of at least 0 seconds, got {self.latency_s}")
+        if not (math.isfinite(self.host_s) and self.host_s >= 0):
+            raise MachineError(f"a message takes at least 0 seconds of a host, got {self.host_s}")
 
     @classmethod
-    def symmetric(cls, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0, duplex: bool = True) -> Link:
+    def symmetric(
+        cls, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0, duplex: bool = True, host_s: float = 0.0
+    ) -> Link:
         """A link with the same rate each way; `duplex` says whether both ways at once double it."""
         both = bandwidth_bytes_per_s * (2 if duplex else 1)
-        return cls(bandwidth_bytes_per_s, bandwidth_bytes_per_s, both, latency_s)
+        return cls(bandwidth_bytes_per_s, bandwidth_bytes_per_s, both, latency_s, host_s)
 
     def time_s(self, nbytes: float, direction: Direction = "away") -> float:
         """Seconds to move `nbytes`; for "both", `nbytes` is the sum of the two directions."""

@@ -35,6 +35,7 @@ from outcore.memory.saved_tensors.sharded import is_sharded, on_whole_parameters
 from outcore.one_device.keras_fit import fit_of, prepared
 from outcore.one_device.steps import (
     Exactness,
+    Network,
     Request,
     compile_model,
     install,
@@ -115,9 +116,9 @@ def within(
             it, if nothing else meets the budget or an image is read lazily (`outcore.data`).
         statistics: accept further passes over the image for norms over the whole of it, when it is streamed.
         compile: forward and backward are torch.compile's kernels, and what is saved between them is chosen under the
-            budget (`outcore.compiled`). Compiling takes as long as ever. A model that cannot be compiled is managed as
-            without, and a line says so. "auto": whichever trains faster, seen in a few steps of each
-            (`outcore.compiled.auto`).
+            budget (`outcore.compiled`). Compiling takes as long as ever. A model that cannot be compiled, or whose
+            compiled step has no room, is managed as without, and a line says so. "auto": whichever trains faster, seen
+            in a few steps of each (`outcore.compiled.auto`).
         quiet: do not say what was chosen.
 
     Raises:
@@ -163,10 +164,26 @@ def _planned(asked: Request, costs: Costs | None, *, compiled: bool) -> nn.Modul
     """The model with a forward of a plan in the place of its own."""
     network = record(asked)
     fixed = asked.plan is not None or asked.state is not None
+    too_large: PlanError | None = None
     if compiled and not (network.lazy or asked.stream or fixed):
-        found = compile_model(asked, network)
+        try:
+            found = compile_model(asked, network)
+        except PlanError as refused:
+            found, too_large = None, refused.with_traceback(None)
+            if not asked.quiet:
+                print(f"outcore: {refused}; managed call by call instead", file=sys.stderr)
         if found is not None:
             return found
+    try:
+        return _managed(asked, network, costs, fixed=fixed)
+    except PlanError as refused:
+        if too_large is None or (refused.least_bytes or sys.maxsize) <= (too_large.least_bytes or sys.maxsize):
+            raise
+        raise too_large from None
+
+
+def _managed(asked: Request, network: Network, costs: Costs | None, *, fixed: bool) -> nn.Module:
+    """The model managed call by call, or in tiles."""
     network = measure_costs(asked, network, costs)
     if network.lazy or asked.stream or network.tiles is not None:
         return stream_tiles(asked, network)

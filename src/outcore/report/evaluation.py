@@ -1,9 +1,10 @@
 """How well a run's network does, from its table of predictions: per class, per slide, with intervals.
 
 Everything is computed from ``predictions.csv`` alone, so it can be computed again by anybody. Intervals are of 95 %, by
-drawing the examples again with replacement (Efron 1979), 1,000 times, with a fixed seed: they say how much the figures
-would change with other slides of the same kind, and are wide for few slides, as they should be. Of two classes the
-second is the positive one; of more, each is taken against all others.
+drawing the examples again with replacement (Efron 1979), 1,000 times, with a fixed seed, and by a score interval
+(`outcore.report.intervals`), of which the wider end counts: they say how much the figures would change with other
+slides of the same kind, and are wide for few slides, also where all of those are right. Of two classes the second is
+the positive one; of more, each is taken against all others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from outcore.documents.reading import read_text
 from outcore.errors import OutcoreError
+from outcore.report.intervals import area_interval, wilson
 
 __all__ = ["Evaluation", "EvaluationCurve", "evaluate"]
 
@@ -131,7 +133,7 @@ def evaluate(path: Path, classes: Sequence[str] = ()) -> Evaluation | None:
     np.add.at(confusion, (labels, said), 1)
     draws = np.random.default_rng(0).integers(0, len(rows), (_DRAWS if len(rows) <= 5000 else 100, len(rows)))
     right = (labels == said).astype(float)
-    interval = np.quantile(right[draws].mean(1), (0.025, 0.975))
+    interval = _wider(np.quantile(right[draws].mean(1), (0.025, 0.975)), wilson(float(right.mean()), len(rows)))
     positives = [1] if count == 2 else range(count)
     both = [_curves(names[k], scores[:, k], labels == k, draws) for k in positives]
     order = np.argsort([-_loss(row) for row in rows], kind="stable")
@@ -140,8 +142,7 @@ def evaluate(path: Path, classes: Sequence[str] = ()) -> Evaluation | None:
         tuple(int(n) for n in np.bincount(labels, minlength=count)),
         tuple(tuple(int(n) for n in row) for row in confusion),
         float(right.mean()),
-        float(interval[0]),
-        float(interval[1]),
+        *interval,
         tuple(roc for roc, _ in both),
         tuple(recall for _, recall in both),
         tuple(_example(rows[i], scores[i], names) for i in order),
@@ -168,17 +169,40 @@ def _curves(name: str, scores: Array, positive: Array, draws: Array) -> tuple[Ev
     """ROC and precision against recall, with the intervals of both."""
     roc, recall = _roc(scores, positive), _precision_recall(scores, positive)
     again = [(_roc(scores[d], positive[d]), _precision_recall(scores[d], positive[d])) for d in draws]
-    return _banded(name, roc, [a for a, _ in again]), _banded(name, recall, [b for _, b in again])
+    found, others = int(positive.sum()), int((~positive).sum())
+    area = area_interval(roc[1], found, others), wilson(recall[1], found)
+    # Of a rate of true positives the positive examples count; of a precision, what is taken for positive at its recall.
+    called = [max(1.0, found * at / max(y, 1e-9)) for at, y in zip(_GRID, recall[0], strict=True)]
+    bands = [wilson(y, found) for y in roc[0]], [wilson(y, n) for y, n in zip(recall[0], called, strict=True)]
+    return (
+        _banded(name, roc, [a for a, _ in again], bands[0], area[0]),
+        _banded(name, recall, [b for _, b in again], bands[1], area[1]),
+    )
 
 
-def _banded(name: str, found: tuple[Array, float], drawn: Sequence[tuple[Array, float]]) -> EvaluationCurve:
+def _wider(drawn: Sequence[float], score: tuple[float, float]) -> tuple[float, float]:
+    """The interval from the lower of two lower ends to the upper of two upper ones."""
+    return min(float(drawn[0]), score[0]), max(float(drawn[1]), score[1])
+
+
+def _banded(
+    name: str,
+    found: tuple[Array, float],
+    drawn: Sequence[tuple[Array, float]],
+    bands: Sequence[tuple[float, float]],
+    score: tuple[float, float],
+) -> EvaluationCurve:
     y, area = found
+    if np.isnan(area):  # a class is missing
+        none = (float("nan"),) * len(y)
+        return EvaluationCurve(name, none, none, none, area, float("nan"), float("nan"))
     lines = np.array([line for line, a in drawn if not np.isnan(a)] or [y])
     areas = np.array([a for _, a in drawn if not np.isnan(a)] or [area])
     low, high = np.quantile(lines, (0.025, 0.975), axis=0)
-    ends = np.quantile(areas, (0.025, 0.975))
-    middle, below, above = (tuple(map(float, line)) for line in (y, low, high))
-    return EvaluationCurve(name, middle, below, above, area, float(ends[0]), float(ends[1]))
+    band = [_wider(ends, at) for ends, at in zip(zip(low, high, strict=True), bands, strict=True)]
+    ends = _wider(np.quantile(areas, (0.025, 0.975)), score)
+    below, above = (tuple(end) for end in zip(*band, strict=True))
+    return EvaluationCurve(name, tuple(map(float, y)), below, above, area, *ends)
 
 
 def _steps(scores: Array, positive: Array) -> tuple[Array, Array]:

@@ -94,12 +94,18 @@ def frontier_svg(
     chosen: Assignment | None = None,
     plain_s: float | None = None,
     plain_bytes: int | None = None,
+    tiles: tuple[int, float] | None = None,
 ) -> str:
-    """The curve: peak memory to the right, time over plain upwards; plain training and the plan are marked."""
+    """The curve: peak memory to the right, time over plain upwards; plain training and the plan are marked.
+
+    Args:
+        tiles: peak bytes and time of the plan, where it is a step in tiles, which is on no such curve.
+    """
     plain = plain_bytes or keeping.plain.peak_bytes
     unit, words = bytes_unit(plain)
     whole_s = plain_s or keeping.plain_s
-    high = max(1.1, *(_over_plain(whole_s, a) for a in found)) * 1.03
+    in_tiles = [] if tiles is None else [tiles[1] / max(whole_s, 1e-12)]
+    high = max(1.1, *in_tiles, *(_over_plain(whole_s, a) for a in found)) * 1.03
     axes = Axes(
         _LEFT,
         _TOP,
@@ -128,6 +134,9 @@ def frontier_svg(
         where = (chosen.outcome.peak_bytes if chosen.policy else plain) / unit, _over_plain(whole_s, chosen)
         out.append(axes.point(*where, "orange", size=6, hint="this plan"))
         entries.append(("orange", f"this plan, {where[1]:.2f}x"))
+    if tiles is not None:
+        out.append(axes.point(tiles[0] / unit, in_tiles[0], "orange", size=6, hint="this plan, in tiles"))
+        entries.append(("orange", f"this plan, in tiles, {in_tiles[0]:.2f}x"))
     entries += [entry for _, _, entry in marks]
     drawn, end = legend(entries, _LEFT, _HEIGHT - 16, _WIDTH - _LEFT - 8)
     return document(_WIDTH, end + 6, [*out, *drawn])

@@ -37,6 +37,7 @@ from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_by
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial.mixed import mixed_plans
+from outcore.spatial.part_costs import PartCosts
 from outcore.spatial.plan import GridChoice, GridSearch, is_over_pixels
 from outcore.stream.one_device import fit_one_device
 
@@ -62,6 +63,7 @@ def plan(
     costs: Costs | None = None,
     shared: bool = True,
     beside: LossAndUpdate | None = None,
+    parts: PartCosts | None = None,
 ) -> Plan:
     """Decide how devices train a network: stages, replicas, schedule, micro-batches, or a grid that shares the image;
     on one, what is kept, and tiles.
@@ -89,6 +91,7 @@ def plan(
         costs: of every call, measured or estimated; estimated for the machine if not given.
         shared: False if every replica is given a batch of the recorded size.
         beside: the loss and the update of a graph's step; those of a job are found.
+        parts: what a rank's part of the image takes beyond its share (`outcore.spatial.measure_part`), if measured.
 
     Raises:
         PlanError: the memory cannot be met; says the smallest that can.
@@ -130,7 +133,7 @@ def plan(
     chosen = stages
     if schedule is None and balance is None and batch_norm != "deferred" and graph.executable is not None:
         over_pixels = is_over_pixels(source, graph)
-        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels, beside)
+        search = _Grids(graph, where, costs, count, limit, batch_norm, shared, over_pixels, beside, parts)
         chosen = search.compared(stages)
     if isinstance(chosen, PlanError):
         raise chosen
@@ -191,6 +194,7 @@ class _Grids:
     over_pixels: bool
     """Whether the loss is a sum over pixels, which each rank takes of its part."""
     beside: LossAndUpdate | None = None
+    parts: PartCosts | None = None
 
     def compared(self, stages: Plan | PlanError) -> Plan | PlanError:
         """The better of what stages take and what the best grid takes."""
@@ -198,7 +202,7 @@ class _Grids:
         least_s = sum(w.time_s for w in weights.calls.values()) / self.devices
         if isinstance(stages, Plan) and _per_batch_s(stages, self.shared) < least_s:
             return stages  # no grid computes less than its share
-        search = GridSearch(self.graph, weights, links_of(self.where), over_pixels=self.over_pixels)
+        search = GridSearch(self.graph, weights, links_of(self.where), over_pixels=self.over_pixels, parts=self.parts)
         within_s = _TIE * _per_batch_s(stages, self.shared) if isinstance(stages, Plan) else float("inf")
         found = self._choices(search)
         best, least = None, 0

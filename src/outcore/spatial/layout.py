@@ -23,6 +23,7 @@ over all ranks (over all copies of an element, and over replicated small values)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -99,6 +100,17 @@ class SplitLayout:
     def positions(self) -> dict[str, int]:
         """A number for each node, from which the names of its messages follow."""
         return {node.output: i for i, node in enumerate(self.extent.nodes)}
+
+    def shares(self, node: RegionNode) -> list[float]:
+        """The part of a node's work on the whole image that each rank does."""
+        if node.kind == "reduction":
+            source = node.values[0]
+            regions, whole = self.grid.owners(self.network, source), math.prod(self.network.shapes[source])
+        elif node.kind == "local":
+            regions, whole = [r.made.get(node.output) for r in self.ranks], math.prod(node.shape)
+        else:
+            return [1.0] * len(self.ranks)
+        return [0.0 if r is None else min(1.0, elements(r) / max(1, whole)) for r in regions]
 
 
 def is_heavy(node: RegionNode) -> bool:

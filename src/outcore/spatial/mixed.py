@@ -81,7 +81,7 @@ def mixed_plans(search: GridSearch, devices: int, samples: int, *, pieces: bool,
 
 def _costs(search: GridSearch, layout: SplitLayout, first: frozenset[str], pieces: int) -> SplitStageCosts:
     """Without bytes."""
-    scripts = part_scripts(layout, search.weights, first, 1 / pieces)
+    scripts = part_scripts(layout, search.weights, first, 1 / pieces, search.parts)
     return SplitStageCosts(*scripts, (PartBytes(),) * len(layout.grid))
 
 

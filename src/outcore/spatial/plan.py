@@ -33,6 +33,7 @@ from outcore.program.simulator.part_time import PartBytes, PartScript, SplitStag
 from outcore.spatial.extent import SplitExtent, is_one_map, split_extent
 from outcore.spatial.forecast import SplitForecast, bytes_of_ranks, split_forecast
 from outcore.spatial.layout import SplitLayout, lay_out
+from outcore.spatial.part_costs import PartCosts
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.script import part_scripts, step_s
 from outcore.spatial.timeline import grid_timeline
@@ -68,8 +69,17 @@ class GridChoice:
 class GridSearch:
     """Lays out and times grids of one network on one machine."""
 
-    def __init__(self, graph: Graph, weights: CallWeights, links: Links, *, over_pixels: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        weights: CallWeights,
+        links: Links,
+        *,
+        over_pixels: bool = False,
+        parts: PartCosts | None = None,
+    ) -> None:
         self.graph, self.weights, self.links, self.over_pixels = graph, weights, links, over_pixels
+        self.parts = parts
         self.network = RegionNetwork(graph)
         self._memory: dict[int, tuple[SplitLayout, tuple[PartBytes, ...]]] = {}
 
@@ -94,7 +104,7 @@ class GridSearch:
         self, layout: SplitLayout, twice: tuple[str, ...], early: tuple[str, ...], fraction: float
     ) -> GridChoice:
         first, _ = self._stages(layout.extent.calls)
-        scripts = part_scripts(layout, self.weights, first, fraction)
+        scripts = part_scripts(layout, self.weights, first, fraction, self.parts)
         took = step_s(scripts, self.links, len(layout.grid))
         return GridChoice(layout, twice, early, fraction, scripts, split_forecast(layout, *took))
 
@@ -168,7 +178,7 @@ class GridSearch:
         fraction = 1 / (replicas * batches)
         scripts = choice.scripts
         if fraction != choice.fraction:
-            scripts = part_scripts(layout, self.weights, split, fraction)
+            scripts = part_scripts(layout, self.weights, split, fraction, self.parts)
         costs = SplitStageCosts(*scripts, tuple(part.scaled(fraction) for part in self.memory(choice)))
         timeline = grid_timeline(made, self.graph, self.weights, self.links, costs)
         peaks = timeline.peak_bytes[: made.ranks_per_replica]
@@ -189,6 +199,7 @@ def plan_grid(
     costs: Costs | None = None,
     beside: LossAndUpdate | None = None,
     over_pixels: bool | None = None,
+    parts: PartCosts | None = None,
 ) -> Plan:
     """Share the image of a network among ranks.
 
@@ -212,6 +223,7 @@ def plan_grid(
         beside: the loss and the update of a graph's step; those of a job are found.
         over_pixels: whether the loss is a sum or mean over the pixels of the output, which each rank can take of its
             part; a job's loss is looked at if not given.
+        parts: what a rank's part takes beyond its share (`measure_part`), where it was measured.
 
     Raises:
         PlanError: nothing of the network can be split, or no grid fits; says the least that would.
@@ -224,7 +236,7 @@ def plan_grid(
         beside = LossAndUpdate.of(source, graph, costs, where, batch)
     pixels = is_over_pixels(source, graph) if over_pixels is None else over_pixels
     weights = weights_on(where, graph, costs, beside)
-    search = GridSearch(graph, weights, links_of(where), over_pixels=pixels)
+    search = GridSearch(graph, weights, links_of(where), over_pixels=pixels, parts=parts)
     count = devices or where.ranks
     grids = [shape_of(tuple(grid), search.network.rank)] if grid is not None else list(search.grids(count))
     found = sorted(map(search.choice, grids), key=lambda c: c.time_s)

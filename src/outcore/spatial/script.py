@@ -3,8 +3,9 @@
 It is made from the layout that the ranks run, node by node: computing takes the cost of the call on the whole image
 times the share that a rank computes of it, halo included, and at least what its host takes to launch it; borders and
 sums are sent where `outcore.spatial.execute` sends them, and waited for where it waits. Backward goes the other way:
-what was waited for is sent back, what was sent is waited for. A message also takes those at its ends some time of their
-own, a copy and a call each (`POSTING_S`, an assumption that is not fitted to any machine).
+what was waited for is sent back, what was sent is waited for. A message also takes the hosts at its ends some time of
+their own, a copy and a call each: what was measured of the link (`Link.host_s`), and `POSTING_S` at least. What a part
+takes beyond its share is added where it was measured (`outcore.spatial.part_costs`).
 """
 
 from __future__ import annotations
@@ -24,22 +25,28 @@ from outcore.program.simulator.part_time import (
     perform_parts,
 )
 from outcore.spatial.layout import Exchange, SplitLayout
+from outcore.spatial.part_costs import PartCosts
 from outcore.stream.network import RegionNode
 from outcore.stream.rules.normalise import Apply
 
 __all__ = ["part_scripts", "step_s"]
 
 POSTING_S = 20e-6
-"""What a message takes of the host that sends it, and of the one that receives it."""
+"""What a message takes of the host that sends it, and of the one that receives it, where the link does not say more."""
 
 _Action = PartCompute | PartSend | PartWait
 
 
 def part_scripts(
-    layout: SplitLayout, weights: CallWeights, calls: Collection[str], fraction: float = 1.0
+    layout: SplitLayout,
+    weights: CallWeights,
+    calls: Collection[str],
+    fraction: float = 1.0,
+    parts: PartCosts | None = None,
 ) -> tuple[PartScript, PartScript]:
-    """The forward and the backward of a stage of these calls on a grid, for a part of the recorded batch."""
-    return _Scripts(layout, weights, fraction).of(calls)
+    """The forward and the backward of a stage of these calls on a grid, for a part of the recorded batch; with what
+    parts take beyond their share, where it was measured."""
+    return _Scripts(layout, weights, fraction, parts or PartCosts()).of(calls)
 
 
 def step_s(scripts: tuple[PartScript, PartScript], links: Links, count: int) -> tuple[float, list[Event]]:
@@ -52,9 +59,9 @@ def step_s(scripts: tuple[PartScript, PartScript], links: Links, count: int) -> 
 
 
 class _Scripts:
-    def __init__(self, layout: SplitLayout, weights: CallWeights, fraction: float) -> None:
+    def __init__(self, layout: SplitLayout, weights: CallWeights, fraction: float, parts: PartCosts) -> None:
         self.layout, self.weights, self.network = layout, weights, layout.network
-        self.fraction = fraction
+        self.fraction, self.parts = fraction, parts
         self.count = len(layout.grid)
 
     def of(self, calls: Collection[str]) -> tuple[PartScript, PartScript]:
@@ -62,8 +69,8 @@ class _Scripts:
         backward: list[_Action] = []  # in reverse
         for node in self.layout.extent.nodes:
             for value in self.layout.completed.get(node.output, ()):
-                forward.append(PartWait(value))
-                backward += self._back(self.layout.exchanges[value])
+                forward += [PartWait(value), *self._put_together(0)]
+                backward += [*self._back(self.layout.exchanges[value]), *self._put_together(1)]
             made, back = self._node(node)
             exchange = self.layout.exchanges.get(node.output)
             if exchange is not None and node.output in self.layout.borders:
@@ -91,11 +98,14 @@ class _Scripts:
     def _node(self, node: RegionNode) -> tuple[list[_Action], list[_Action]]:
         """What a node does forward, and backward in the order of doing."""
         if node.norm is not None:  # its cost is in the norm's call, its sum in backward comes there
-            return self._sum(node, node.output), []
+            beyond = self.parts.of(node.output, backward=False), self.parts.of(node.output, backward=True)
+            taken, back = (([PartCompute((s,) * self.count)] if s > 0 else []) for s in beyond)
+            return [*taken, *self._sum(node, node.output)], list(back)
         cost, outputs = self.weights.calls[node.call], max(1, len(self.network.graph.calls[node.call].outputs))
-        shares = self._shares(node)
-        forward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, backward=False))]
-        backward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, backward=True))]
+        shares = [self.fraction * share for share in self.layout.shares(node)]
+        beyond = [self.parts.of(node.output, backward=way) for way in (False, True)]
+        forward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, beyond[0], backward=False))]
+        backward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, beyond[1], backward=True))]
         if isinstance(node.rule, Apply) and self._graded(node.output):
             backward += self._sum(node, f"{node.output} back")
         elif node.kind == "reduction":
@@ -115,18 +125,10 @@ class _Scripts:
             ways.append(PartCompute(tuple(sum(seconds) for seconds in each)))
         return ways[0], ways[1]
 
-    def _shares(self, node: RegionNode) -> list[float]:
-        """The part of a node's work that each rank does."""
-        if node.kind == "reduction":
-            source = node.values[0]
-            regions = self.layout.grid.owners(self.network, source)
-            whole = math.prod(self.network.shapes[source])
-        elif node.kind == "local":
-            regions = [r.made.get(node.output) for r in self.layout.ranks]
-            whole = math.prod(node.shape)
-        else:
-            return [self.fraction] * self.count
-        return [0.0 if r is None else self.fraction * min(1.0, elements(r) / max(1, whole)) for r in regions]
+    def _put_together(self, way: int) -> list[_Action]:
+        """What an exchange takes of every rank beside its messages."""
+        seconds = self.parts.exchange_s[way]
+        return [PartCompute((seconds,) * self.count)] if seconds else []
 
     def _sum(self, node: RegionNode, name: str) -> list[_Action]:
         """A row from every rank to every other."""
@@ -138,12 +140,8 @@ class _Scripts:
         return [*self._sent(name, rows), PartWait(name)] if rows else []
 
     def _sent(self, name: str, messages: tuple[tuple[int, int, int], ...]) -> list[_Action]:
-        """Messages, and what they take of the hosts at their ends."""
-        ends = [0] * self.count
-        for source, target, _ in messages:
-            ends[source] += 1
-            ends[target] += 1
-        return [PartSend(name, messages), PartCompute(tuple(POSTING_S * n for n in ends))]
+        """Messages, with what they take of the hosts at their ends at least."""
+        return [PartSend(name, messages, POSTING_S)]
 
     def _messages(self, exchange: Exchange) -> tuple[tuple[int, int, int], ...]:
         size, ranks = self.network.dtypes[exchange.value].itemsize, range(self.count)
@@ -162,6 +160,8 @@ class _Scripts:
         return values[value].requires_grad if value in values else True
 
 
-def _seconds(cost: CallWeight, shares: list[float], outputs: int, *, backward: bool) -> tuple[float, ...]:
+def _seconds(
+    cost: CallWeight, shares: list[float], outputs: int, beyond_s: float = 0.0, *, backward: bool
+) -> tuple[float, ...]:
     whole_s, host_s = (cost.backward_s, cost.host_backward_s) if backward else (cost.forward_s, cost.host_forward_s)
-    return tuple(max(share * whole_s, host_s if share else 0.0) / outputs for share in shares)
+    return tuple(max(share * whole_s / outputs + beyond_s, host_s / outputs) if share else 0.0 for share in shares)

@@ -19,28 +19,37 @@ from outcore.program.plan.document import Plan
 from outcore.program.simulator.part_time import SplitStageCosts
 from outcore.spatial.forecast import bytes_of_ranks
 from outcore.spatial.layout import SplitLayout
+from outcore.spatial.part_costs import PartCosts
 from outcore.spatial.script import part_scripts
 from outcore.spatial.stage_layout import layout_of_stage
 
 __all__ = ["predict_timeline", "split_costs"]
 
 
-def predict_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links) -> Timeline:
-    """The predicted timeline of a step of the plan."""
+def predict_timeline(
+    plan: Plan, graph: Graph, weights: CallWeights, links: Links, parts: PartCosts | None = None
+) -> Timeline:
+    """The predicted timeline of a step of the plan; `parts` is what was measured of a rank's part, if it was."""
     if plan.spatial is None:
         return predict_stages(plan, graph, weights, links)
     if "tile" in plan.spatial:
         raise PlanError("the timeline of a grid whose ranks stream tiles is not simulated; leave out the tile")
     calls = frozenset(plan.calls(graph)[0])
     fraction = 1 / (plan.replicas * plan.micro_batches * plan.batches)
-    costs = split_costs(layout_of_stage(graph, calls, plan.spatial), weights, calls, fraction)
+    costs = split_costs(layout_of_stage(graph, calls, plan.spatial), weights, calls, fraction, parts)
     return grid_timeline(plan, graph, weights, links, costs)
 
 
-def split_costs(layout: SplitLayout, weights: CallWeights, calls: frozenset[str], fraction: float) -> SplitStageCosts:
+def split_costs(
+    layout: SplitLayout,
+    weights: CallWeights,
+    calls: frozenset[str],
+    fraction: float,
+    parts: PartCosts | None = None,
+) -> SplitStageCosts:
     """A first stage of these calls on a grid, for a part of the batch that the network was recorded with."""
     memory = tuple(part.scaled(fraction) for part in bytes_of_ranks(layout, calls))
-    return SplitStageCosts(*part_scripts(layout, weights, calls, fraction), memory)
+    return SplitStageCosts(*part_scripts(layout, weights, calls, fraction, parts), memory)
 
 
 def grid_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links, costs: SplitStageCosts) -> Timeline:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +37,9 @@ from outcore.train.settings.config import Config
 from outcore.train.stop_signals import StopRequest
 
 __all__ = ["Loop", "RunEnd"]
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in which the system counts what a process holds."""
 
 HowEnded = Literal["finished", "stopped early", "interrupted"]
 
@@ -145,6 +150,7 @@ class Loop:
             "step_s": times[len(times) // 2] if times else None,
             "examples_per_s": self._examples / len(self._times) / times[len(times) // 2] if times else None,
             "peak_bytes": self.runner.peak_bytes(),
+            "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             "bookkeeping_s": self._bookkeeping_s / max(1, len(self._times)),
         }
 

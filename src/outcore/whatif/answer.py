@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from outcore.cost.predicted.step_time import summed_spread_s
 from outcore.errors import OutcoreError
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time
@@ -272,10 +273,11 @@ def interval_s(
     waits_s = max(0.0, found.step_s - found.busy_s("device")) if "host" in found.step.resources else 0.0
     host_s = _HOST_DOUBT * waits_s if changed else 0.0
     least_s = _LEAST_DOUBT * found.step_s if changed else 0.0
-    return (
-        max(0.0, found.step_s - math.hypot(less_s, own_s, host_s, least_s)),
-        found.step_s + math.hypot(more_s, own_s, host_s, least_s),
-    )
+    below_s, above_s = (math.hypot(times_s, own_s, host_s, least_s) for times_s in (less_s, more_s))
+    if not changed or not found.step_s:
+        return max(0.0, found.step_s - below_s), found.step_s + above_s
+    # As many times less as more: where several techniques take most of a step away, it is still not nothing.
+    return found.step_s / (1 + below_s / found.step_s), found.step_s + above_s
 
 
 def _memory_notes(recording: Recording) -> tuple[str, ...]:
@@ -286,23 +288,22 @@ def _memory_notes(recording: Recording) -> tuple[str, ...]:
 
 
 def spread_s(step: RecordedStep, known: RecordedStep | None = None) -> tuple[float, float]:
-    """How far below and above the times of the tasks may lie: equal tasks err alike, different ones independently.
+    """How far below and above the times of the tasks may lie, as `outcore profile` has it (`summed_spread_s`).
 
     Of a step that was really run the sum of its tasks is `known`: those that are as they were do not err, and of one
     that changed, by half as much, since what is wrong with both of its times falls out.
     """
-    below: dict[tuple[str, float], float] = {}
-    above: dict[tuple[str, float], float] = {}
+    below: list[tuple[str, float, float]] = []
+    above: list[tuple[str, float, float]] = []
     for task in step.tasks.values():
         before = known.tasks.get(task.name) if known is not None else None
         share = 1.0 if known is None else 0.5
         if before is not None and math.isclose(before.time_s, task.time_s, rel_tol=0.01):
             share = 0.0
         if task.high_s > 0:
-            key = (task.kind, task.time_s)
-            below[key] = below.get(key, 0.0) + share * max(0.0, task.time_s - task.low_s)
-            above[key] = above.get(key, 0.0) + share * min(task.time_s, max(0.0, task.high_s - task.time_s))
-    return math.sqrt(sum(w * w for w in below.values())), math.sqrt(sum(w * w for w in above.values()))
+            below.append((task.kind, task.time_s, share * (task.time_s - task.low_s)))
+            above.append((task.kind, task.time_s, share * (task.high_s - task.time_s)))
+    return summed_spread_s(below), summed_spread_s(above)
 
 
 def reason_of(before: SimulatedStep, after: SimulatedStep, *, same: bool = False) -> str:

@@ -9,9 +9,13 @@ the convolutions still to hide behind; and so many that they do not hide.
     device  | forward | backward fc | backward conv .................. |      wait      | optimizer |
     link                            | all-reduce of fc (471 MiB) ....................... |
 
+On a CPU the cores that compute also copy and add what is reduced (`ClusterLink.core_s`): that part is a task of the
+device, and only the rest is hidden behind backward.
+
 **Sharded**, as FSDP2 does it. Each block's weights are gathered before its forward and again before its backward, and
-its gradients scattered after; the next block's gather is on its way while this one computes. An optimizer's step is of
-one share.
+its gradients scattered after; the next block's gather is on its way while this one computes, but on a CPU each is
+waited for. The hooks around every block are work of the host, so a network of many small blocks, whose host sets the
+pace, is slower sharded than data parallel. An optimizer's step is of one share.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from dataclasses import dataclass, replace
 
 from outcore.graph.parts import ancestors
 from outcore.whatif.links import ClusterLink
-from outcore.whatif.recorded_step import RecordedStep, Task
+from outcore.whatif.recorded_step import Phase, RecordedStep, Task
 from outcore.whatif.recording import Recording
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "buckets_of", "data_parallel", "sharded"]
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+_UNIT_HOOKS, _PARAMETER_HOOKS = 145, 20
+"""What FSDP2's hooks take of the host in a step, for each unit and for each parameter, over the time of one operation:
+on one rank of a CPU, with 1 to 8 units of 2 to 8 parameters (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,12 @@ def data_parallel(
             f"all-reduce {number}", "link", link.all_reduce_s(bucket.bytes, ranks), (copied.name,),
             kind="all-reduce", phase="communication", bytes=bucket.bytes,
         )  # fmt: skip
-        inserted.setdefault(bucket.after, []).extend((copied, reduced))
+        new = [copied, reduced]
+        core_s = link.core_s(bucket.bytes, ranks, recording.device)
+        if core_s:
+            name = f"copy and add {number}"
+            new.append(Task(name, "device", core_s, (copied.name,), kind="all-reduce", phase="communication"))
+        inserted.setdefault(bucket.after, []).extend(new)
         last.append(reduced.name)
     total_s = sum(b.bytes for b in found) * memory_s
     emptied = Task("empty buckets", "device", total_s, tuple(last), kind="bucket", phase="communication")
@@ -126,19 +138,22 @@ class Unit:
 
     block: str
     bytes: int
+    parameters: int = 1
 
 
 def units_of(recording: Recording) -> list[Unit]:
     """The blocks that are sharded each for itself: children of the model, and of a child that is a long sequence."""
     graph, costs = recording.profile.graph, recording.profile.costs
     sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     seen: set[str] = set()
     for name, call in graph.calls.items():
         own = [p for p in call.parameters if p in costs.parameters and p not in seen]
         seen.update(own)
         block = _unit_block(recording, costs.calls[name].block)
         sizes[block] = sizes.get(block, 0) + sum(costs.parameters[p] for p in own)
-    return [Unit(block, nbytes) for block, nbytes in sizes.items() if nbytes]
+        counts[block] = counts.get(block, 0) + len(own)
+    return [Unit(block, nbytes, counts[block]) for block, nbytes in sizes.items() if nbytes]
 
 
 def _unit_block(recording: Recording, block: str) -> str:
@@ -149,6 +164,13 @@ def _unit_block(recording: Recording, block: str) -> str:
     children = graph.blocks[top].children if top in graph.blocks else ()
     nested = sum(bool(graph.blocks[c].children) for c in children if c in graph.blocks) >= 2
     return line[1] if nested and len(line) > 1 else top
+
+
+def _hook(recording: Recording, unit: Unit, phase: Phase, host: str) -> Task:
+    """What the host does around a unit: a third of it in forward, and in backward, with the scatter, two thirds."""
+    operations = (_UNIT_HOOKS + _PARAMETER_HOOKS * unit.parameters) * (1 if phase == "forward" else 2) / 3
+    time_s = operations * (recording.device.dispatch_s or recording.profile.costs.between_s)
+    return Task(f"hooks of {unit.block} {phase}", host, time_s, block=unit.block, kind="launch", phase=phase)
 
 
 def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterLink) -> RecordedStep:
@@ -171,7 +193,14 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
     ahead = recording.device.kind == "cuda"
     """Whether gathers overlap with work; without streams each is waited for."""
     previous: list[str] = []
-    for phase, order in (("forward", range(len(units))), ("backward", range(len(units) - 1, -1, -1))):
+    host = "host" if "host" in step.resources else "device"
+    hooks: dict[str, Task] = {}
+    """By the launch that each comes before."""
+    orders: tuple[tuple[Phase, range], ...] = (
+        ("forward", range(len(units))),
+        ("backward", range(len(units) - 1, -1, -1)),
+    )
+    for phase, order in orders:
         for number in order:
             unit, names = units[number], uses[phase][number]
             if not names:
@@ -181,6 +210,9 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
                 tuple(previous[-2:-1] if ahead else previous[-1:]),  # it was asked for when the unit before began
                 kind="all-gather", phase="communication", bytes=unit.bytes,
             )  # fmt: skip
+            launches = [a for a in tasks[names[0]].after if tasks[a].kind == "launch" and tasks[a].name != "replay"]
+            if launches:  # of a graph the hooks are part, and are not run again
+                hooks[launches[0]] = _hook(recording, unit, phase, host)
             tasks[names[0]] = replace(tasks[names[0]], after=(*tasks[names[0]].after, gather.name))
             link_tasks.append(gather)
             link_tasks += waiting if ahead else ()
@@ -201,6 +233,8 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
     for name, task in tasks.items():
         if name in optimizers and joined.name not in found:
             found[joined.name] = joined
+        if name in hooks:
+            found[hooks[name].name] = hooks[name]
         found[name] = optimizers.get(name, task)
     found.setdefault(joined.name, joined)
     for task in link_tasks:

@@ -23,6 +23,9 @@ __all__ = ["ClusterLink", "parse_link"]
 
 _SHARE = 0.80
 """Share of NVLink's and InfiniBand's rate that all-reduces of NCCL reach, as its own tests print it (busbw)."""
+_TCP = 0.1
+"""Rate at which a processor sends or receives by TCP and adds what it received, over that at which it copies memory:
+2.1 and 20 GB/s of one core of an AMD EPYC (gloo, torch 2.13)."""
 _NAMES = {
     "nvlink": "",
     "pcie3": "pcie3x16",
@@ -84,6 +87,17 @@ class ClusterLink:
             return 0.0
         hops = math.ceil(math.log2(ranks)) if self.trees else ranks - 1
         return (ranks - 1) / ranks * nbytes / (self.gathered * self.bytes_per_s) + hops * self.latency_s
+
+    def core_s(self, nbytes: float, ranks: int, device: Device) -> float:
+        """What an all-reduce takes of the device's own time, while it is under way.
+
+        A GPU leaves it to copy engines and a network card. On a CPU the cores that compute also copy what is sent, and
+        add what is received, so no more than the rest of it can be hidden behind their work.
+        """
+        if device.kind == "cuda" or ranks < 2:
+            return 0.0
+        both_ways = 2 * 2 * (ranks - 1) / ranks * nbytes
+        return both_ways / (_TCP * device.bandwidth_bytes_per_s)
 
     def faster(self, factor: float) -> ClusterLink:
         """The link so many times as fast."""

@@ -22,7 +22,7 @@ from outcore.cost.measured.measure import measure
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
 from outcore.cost.predicted.step_memory import memory_curve
-from outcore.cost.predicted.step_time import backward_with_sums, measure_optimizer, predict_step
+from outcore.cost.predicted.step_time import backward_with_sums, launch_s, measure_optimizer, predict_step
 from outcore.cost.profile import Profile
 from outcore.cost.training_network import capture_training, with_loss
 from outcore.errors import OutcoreError
@@ -240,7 +240,7 @@ def recorded_tasks(found: Profile, optimizer: TimedRuns | None, batch: int) -> R
         cost = costs.calls[name]
         flops = cost.flops_forward if phase == "forward" else cost.flops_backward
         launch, run = f"launch {name} {phase}", f"{name} {phase}"
-        issue_s = costs.between_s + (timing.dispatch_s if apart else 0.0)
+        issue_s = launch_s(timing, costs)
         common = {"block": cost.block, "phase": phase}
         tasks.append(Task(launch, host, issue_s, kind="launch", **common))  # type: ignore[arg-type]
         tasks.append(

@@ -61,7 +61,13 @@ def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> Tri
     return run_in_turn((setup,), device, seconds=seconds)[0]
 
 
-def run_in_turn(setups: Sequence[TrainingSetup], device: str, *, seconds: float = 3.0) -> tuple[Trial, ...]:
+def run_in_turn(
+    setups: Sequence[TrainingSetup],
+    device: str,
+    *,
+    seconds: float = 3.0,
+    ready: Callable[[], None] | None = None,
+) -> tuple[Trial, ...]:
     """Train several setups for some steps each, a step of one after a step of the other, and time them.
 
     All of them are in memory at the same time.
@@ -70,6 +76,8 @@ def run_in_turn(setups: Sequence[TrainingSetup], device: str, *, seconds: float 
         setups: what is trained, and how.
         device: "cpu" or "cuda".
         seconds: how long to repeat steps of each, after the warm-up.
+        ready: called when all of them are compiled and warm, before the first step that is timed; it may wait there
+            until nothing else runs on the machine.
 
     Raises:
         WhatIfError: one of them cannot be run here; says why.
@@ -79,13 +87,15 @@ def run_in_turn(setups: Sequence[TrainingSetup], device: str, *, seconds: float 
     if any(setup.cuda_graph for setup in setups) and device != "cuda":
         raise WhatIfError("CUDA graphs need a GPU")
     where = torch.device(device)
-    ready = [_warm(setup, where, min(0.5, seconds)) for setup in setups]
+    warm = [_warm(setup, where, min(0.5, seconds)) for setup in setups]
+    if ready is not None:
+        ready()
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    times: list[list[float]] = [[] for _ in ready]
-    issued: list[list[float]] = [[] for _ in ready]
-    end = time.monotonic() + seconds * len(ready)
+    times: list[list[float]] = [[] for _ in warm]
+    issued: list[list[float]] = [[] for _ in warm]
+    end = time.monotonic() + seconds * len(warm)
     while len(times[0]) < _LEAST or (time.monotonic() < end and len(times[0]) < _MOST):
-        for number, (step, _) in enumerate(ready):
+        for number, (step, _) in enumerate(warm):
             _synchronise(where)
             start = clock()
             step()
@@ -93,11 +103,11 @@ def run_in_turn(setups: Sequence[TrainingSetup], device: str, *, seconds: float 
             _synchronise(where)
             times[number].append(clock() - start)
     found = []
-    for (step, peak), took, asked in zip(ready, times, issued, strict=True):
+    for (step, peak), took, asked in zip(warm, times, issued, strict=True):
         busy = _busy_s(step) if device == "cuda" else None
         issue = statistics.median(asked) if device == "cuda" else None
         found.append(Trial(statistics.median(took), min(took), max(took), len(took), device, issue, busy, peak))
-    del ready, step
+    del warm, step
     gc.collect()
     return tuple(found)
 

@@ -18,7 +18,17 @@ def timed(device_s: float, dispatch_s: float) -> tuple[outcore.Graph, Costs]:
     costs = account(graph)
     timing = TimedRuns.of([device_s], dispatch_s=dispatch_s)
     calls = {n: replace(c, forward=timing, backward=timing, time_source="measured") for n, c in costs.calls.items()}
-    return graph, replace(costs, calls=calls)
+    return graph, replace(costs, calls=calls, device_kind="cuda" if dispatch_s else "cpu")
+
+
+def test_on_a_cpu_no_call_runs_ahead_of_another() -> None:
+    graph, costs = timed(2e-3, 1e-5)
+    names = list(costs.calls)
+    view = TimedRuns.of([0.0], dispatch_s=1e-5)
+    calls = {**costs.calls, names[3]: replace(costs.calls[names[3]], forward=view, backward=view)}
+    on_cpu, on_gpu = (predict_step(graph, replace(costs, calls=calls, device_kind=k)) for k in ("cpu", "cuda"))
+    assert on_cpu.step_s == pytest.approx(6 * 2e-3 + 2 * 1e-5)  # views take what any call takes, whatever came before
+    assert on_gpu.step_s == pytest.approx(6 * 2e-3 + 1e-5)
 
 
 def test_on_a_cpu_a_step_is_the_sum_of_its_calls() -> None:

@@ -1,6 +1,6 @@
 """Runs over several hosts, which are network namespaces: a slow link, a late host, one that is cut off in a step.
 
-All of them take tens of seconds, and so are slow tests; without root or namespaces they are skipped.
+Most take tens of seconds, and so are slow tests; without root or namespaces all are skipped, with a word.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _hosts() -> ModuleType:
 
 namespaces = _hosts()
 WHY_NOT = namespaces.unavailable()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+need_namespaces = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 class Process:
@@ -123,6 +123,26 @@ def _given(**more: Any) -> dict[str, Any]:
     return {"steps": 4, "kind": "grid", "silent_after_s": SILENT_S, "path": None} | more
 
 
+def test_it_is_said_why_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    assert namespaces.unavailable() == "network namespaces need root"
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    assert "cannot be made" in namespaces.unavailable()
+
+
+@need_namespaces
+def test_two_hosts_train_as_one_process() -> None:
+    with _on(2) as (names, started):
+        started += [_rank(name, rank, 2, _given(steps=2)) for rank, name in enumerate(names)]
+        for process in started:
+            assert process.ended(120.0) == 0, process.text
+            losses = [row["loss"] for row in process.rows() if "loss" in row]
+            assert losses == pytest.approx(losses_of_plain(2), rel=1e-10)
+
+
+@pytest.mark.slow
+@need_namespaces
 @pytest.mark.parametrize(("kind", "count", "rate_mbit"), [("grid", 2, 20.0), ("grid", 3, 1000.0), ("stages", 3, 20.0)])
 def test_hosts_train_as_one_process_over_a_slow_link_and_with_one_late(kind: str, count: int, rate_mbit: float) -> None:
     with _on(count, rate_mbit) as (names, started):
@@ -136,6 +156,8 @@ def test_hosts_train_as_one_process_over_a_slow_link_and_with_one_late(kind: str
             assert losses == pytest.approx(losses_of_plain(4), rel=1e-10)
 
 
+@pytest.mark.slow
+@need_namespaces
 @pytest.mark.parametrize(("kind", "count", "cut"), [("grid", 2, 1), ("stages", 3, 1), ("grid", 2, 0)])
 def test_a_host_that_is_cut_off_in_a_step_is_named_and_all_end(kind: str, count: int, cut: int) -> None:
     with _on(count) as (names, started):
@@ -152,6 +174,8 @@ def test_a_host_that_is_cut_off_in_a_step_is_named_and_all_end(kind: str, count:
         print(f"{kind} on {count}, host {cut} cut off: all ended after {time.monotonic() - began:.1f} s")
 
 
+@pytest.mark.slow
+@need_namespaces
 def test_a_host_that_never_comes_is_named() -> None:
     with _on(2) as (names, started):
         started.append(_rank(names[0], 0, 2, _given(timeout_s=8.0)))
@@ -159,6 +183,8 @@ def test_a_host_that_never_comes_is_named() -> None:
         assert "rank 1 of 2 has not come within 8 s" in started[0].text, started[0].text
 
 
+@pytest.mark.slow
+@need_namespaces
 def test_what_is_left_of_the_hosts_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     """Under an elastic torchrun: two hosts, of which the second is cut off; the first begins again by itself."""
     given = _given(steps=60, path=str(tmp_path / "saved"), pause_s=0.2)

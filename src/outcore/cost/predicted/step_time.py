@@ -23,7 +23,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import nn
@@ -90,7 +89,11 @@ def predict_step(
     """
     order = [costs.calls[name] for name in graph.calls]
     forward = [c.forward for c in order if c.forward is not None]
-    backward = list(backward_with_sums(graph, costs).values())
+    summed = backward_with_sums(graph, costs)
+    backward = list(summed.values())
+    kinds = [(c.type, c.forward) for c in order if c.forward is not None]
+    kinds += [(costs.calls[name].type, timing) for name, timing in summed.items()]
+    kinds += [("optimizer", optimizer)] if optimizer is not None else []
     inputs = sum(graph.values[name].bytes for name in graph.inputs)
     transfer_s = inputs / input_bytes_per_s if input_bytes_per_s else 0.0
     sources: set[Source] = {c.time_source for c in order if c.forward is not None} or {"unknown"}
@@ -102,21 +105,24 @@ def predict_step(
         wait_s=_wait_s(forward, backward, optimizer, costs),
         source=max(sources, key=_ORDER.index),
         unmeasured=tuple(c.call for c in order if c.time_source == "unknown"),
-        less_s=_spread_s(costs, -1),
-        more_s=_spread_s(costs, 1),
+        less_s=summed_spread_s((kind, t.median_s, t.median_s - t.min_s) for kind, t in kinds),
+        more_s=summed_spread_s((kind, t.median_s, t.max_s - t.median_s) for kind, t in kinds),
     )
 
 
-def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
-    """How far below or above the times of the calls may lie: equal calls err alike, different ones independently."""
+def summed_spread_s(spreads: Iterable[tuple[str, float, float]]) -> float:
+    """How far the sum of times may lie to one side: equal work errs alike, different work independently.
+
+    Args:
+        spreads: of each, what it is, what it takes, and how far that may be off to this side.
+
+    >>> summed_spread_s([("Conv2d", 1.0, 0.3), ("ReLU", 1.0, 0.4)]), summed_spread_s([("ReLU", 1.0, 0.4)] * 2)
+    (0.5, 0.8)
+    """
     alike: dict[tuple[str, float], float] = {}
-    for cost in costs.calls.values():
-        for timing in (cost.forward, cost.backward):
-            if timing is not None:
-                key = (cost.type, timing.median_s)
-                width = timing.max_s - timing.median_s if side > 0 else timing.median_s - timing.min_s
-                alike[key] = alike.get(key, 0.0) + width
-    return math.sqrt(sum(width**2 for width in alike.values()))
+    for kind, time_s, width_s in spreads:
+        alike[kind, time_s] = alike.get((kind, time_s), 0.0) + max(0.0, width_s)
+    return math.sqrt(sum(width_s**2 for width_s in alike.values()))
 
 
 def backward_with_sums(graph: Graph, costs: Costs) -> dict[str, TimedRuns]:
@@ -136,20 +142,32 @@ def backward_with_sums(graph: Graph, costs: Costs) -> dict[str, TimedRuns]:
         if again and costs.sum_bytes_per_s:
             more_s = sum(3 * graph.values[of].bytes for of in again) / costs.sum_bytes_per_s
             issuing_s = timing.dispatch_s + len(again) * costs.sum_dispatch_s
-            timing = replace(timing, median_s=timing.median_s + more_s, dispatch_s=issuing_s)
+            times = {name: getattr(timing, name) + more_s for name in ("min_s", "median_s", "max_s")}
+            timing = replace(timing, dispatch_s=issuing_s, **times)
         found[name] = timing
     return found
 
 
+def launch_s(timing: TimedRuns, costs: Costs) -> float:
+    """What the host takes for a call and its device does not.
+
+    On a CPU both are one: launching is part of running, except of what takes no time of its own (views), or by estimate
+    less than any call takes.
+    """
+    if costs.device_kind == "cpu":
+        return costs.between_s + max(0.0, timing.dispatch_s - timing.median_s)
+    return costs.between_s + timing.dispatch_s
+
+
 def _wait_s(forward: list[TimedRuns], backward: list[TimedRuns], optimizer: TimedRuns | None, costs: Costs) -> float:
     """The time in which the device is idle because the host has not launched the next call yet."""
-    if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where launching is part of running
-        return costs.between_s * (len(forward) + len(backward))
+    if costs.device_kind == "cpu":
+        return sum(launch_s(timing, costs) for timing in (*forward, *backward))
     host = device = busy = 0.0
     for calls, start_s in ((forward, 0.0), (backward, costs.start_s)):
         host += start_s if calls else 0.0
         for timing in calls:
-            host += timing.dispatch_s + costs.between_s
+            host += launch_s(timing, costs)
             device = max(device, host) + timing.median_s
             busy += timing.median_s
     if optimizer is not None:  # many kernels: the device begins long before the host has issued the last

@@ -47,7 +47,7 @@ class Page {
     document.getElementById("facts").replaceChildren(
       make("span.chip", {}, make("b", {}, root.type)),
       ...chips.map(([name, value]) => make("span.chip", {}, `${name} `, make("b", {}, String(value)))),
-      make("span.chip", {}, make("b", {}, number(root.parameters)), " parameters"), make("span.chip", {}, make("b", {}, number(graph.calls.length)), " calls"));
+      make("span.chip", {}, make("b", {}, number(root.parameters)), root.parameters === 1 ? " parameter" : " parameters"), make("span.chip", {}, make("b", {}, number(graph.calls.length)), graph.calls.length === 1 ? " call" : " calls"));
   }
 
   open(key) {

@@ -44,8 +44,8 @@ class Frontier {
     const scale = store.scale(), peak = (point) => store.peakOf(point, scale);
     const most = Math.max(...points.map(peak)), slow = Math.max(1.08, ...points.map((p) => p.over_plain));
     const bytesAt = most >= 2 ** 30 ? 2 ** 30 : 2 ** 20, unit = most >= 2 ** 30 ? "GiB" : "MiB";
-    const x = { min: 0, max: most * 1.06, ticks: niceTicks(0, (most * 1.06) / bytesAt, 6).map((v) => v * bytesAt), format: (v) => shortNumber(v / bytesAt), title: "" };
-    plot.begin(x, { min: 1 - (slow - 1) * 0.12, max: slow + (slow - 1) * 0.12, format: (v) => `${Number(v.toFixed(2))}×`, ticks: niceTicks(1, slow, 3).filter((v) => v >= 1) });
+    const x = { min: 0, max: most * 1.06, ticks: niceTicks(0, (most * 1.06) / bytesAt, 6).map((v) => v * bytesAt), format: (v) => `${shortNumber(v / bytesAt)} ${unit}`, title: "" };
+    plot.begin(x, { min: 1 - (slow - 1) * 0.12, max: slow + (slow - 1) * 0.12, format: (v) => `${Number(v.toFixed(2))}×`, ticks: niceTicks(1, slow, 3).filter((v) => v >= 1), title: "time of a step / plain's" });
     if (store.capacity < x.max) {
       plot.add("rect", { class: "forbidden", x: plot.px(store.capacity), width: plot.px(x.max) - plot.px(store.capacity), y: plot.top, height: plot.height - plot.top - plot.bottom });
       plot.upright(store.capacity, "limit", "capacity");
@@ -68,7 +68,7 @@ class Frontier {
     const words = store.hand ? "by hand" : plan.plain ? "plain training" : `plan ${store.point + 1} of ${points.length}`;
     this.reading.replaceChildren(
       make("b", {}, bytesText(peak(plan))), make("span", {}, `${plan.over_plain.toFixed(3)}× the time`), make("span", {}, words),
-      make("span.note", {}, store.data.plans.complete ? `${unit} →` : "searching…"));
+      make("span.note", {}, store.data.plans.complete ? "" : "searching…"));
   }
 }
 

@@ -127,7 +127,7 @@ class Network extends GraphTab {
     }
     if (group.localName === "rect") group.style.fill = fill;
     for (const rect of group.children) if (rect.localName === "rect" && !rect.classList.contains("inner")) rect.style.fill = fill;
-    group.classList.toggle("dark-fill", share > 0.72 && this.shade !== "policy");
+    group.classList.toggle("dark-fill", share > 0.9 && this.shade !== "policy");
   }
 
   scale(most) {

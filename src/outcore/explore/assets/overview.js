@@ -152,7 +152,7 @@ class Overview {
       }
     } else {
       rows.push(make("h3", {}, make("span.pill.good", {}, "fits"), ` With a plan: ${about}${bytesText(planned)}, ${over.toFixed(over < 1.1 ? 3 : 2)}× the time`));
-      rows.push(make("p", {}, policyWords(plan)), policyBar(plan.blocks[""]));
+      rows.push(make("p", {}, policyWords(plan)), policyBar(plan.blocks[""]), policyLegend(plan.blocks[""]));
     }
     if (!store.atOwnSize) {
       const own = store.data.sizes.own, here = sizeText(store.batch, store.image), live = document.body.dataset.live === "true";
@@ -193,7 +193,7 @@ class Overview {
     fact("device busy", percent(step.busy_share));
     const root = this.store.blocks.get("");
     fact("parameters", number(root.parameters));
-    if (about.unmeasured) fact("without a time", `${about.unmeasured} calls`);
+    if (about.unmeasured) fact("without a time", counted(about.unmeasured, "call"));
     for (const note of about.notes.slice(0, 3)) fact("note", note);
     this.facts.replaceChildren(list);
   }
@@ -253,9 +253,9 @@ class SizePlot {
     const cells = steps.map((size) => [size, at(size)]);
     const rates = cells.map(([size, cell]) => [size, rate(size, cell)]), memory = cells.map(([size, cell]) => [size, cell.peak_bytes]);
     const most = Math.max(...rates.map(([, r]) => r)) * 1.12, capacity = store.budget ?? store.capacity;
-    const x = { min: this.sizes[0], max: this.sizes.at(-1), log: true, ticks: this.sizes, format: number, title: "" };
+    const x = { min: this.sizes[0], max: this.sizes.at(-1), log: true, ticks: this.sizes, format: (v) => `${number(v)}${this.axis === "image" ? " px" : ""}`, title: "" };
     const tops = Math.max(capacity * 1.15, memory[0][1] * 1.1, Math.min(Math.max(...memory.map(([, m]) => m)), capacity * 2));
-    plot.begin(x, { min: 0, max: most, format: (v) => rateText(v), ticks: niceTicks(0, most, 5) });
+    plot.begin(x, { min: 0, max: most, format: (v) => rateText(v), ticks: niceTicks(0, most, 5), title: "samples/s" });
     const left = plot.y;
     plot.y = { min: 0, max: tops };
     const over = memory.findIndex(([, m]) => m > capacity);
@@ -272,7 +272,7 @@ class SizePlot {
     plot.level(capacity, "limit");
     const across = plot.py(capacity);
     plot.y = left;
-    plot.names([["memory", "memory", held], ["rate", "rate", plot.py(rates.at(-1)[1])], ["limit", store.budget === null ? "capacity" : "budget", across]]);
+    plot.names([["memory", "memory", held], ["rate", "rate", plot.py(rates.at(-1)[1])], ["limit", store.budget === null ? "capacity" : "budget", across], ["limit", bytesText(capacity), across + 13]]);
     const here = at(this.value), value = Math.min(x.max, Math.max(x.min, this.value));
     plot.upright(value, "here");
     this.handle.place(plot.px(value), plot.py(rate(this.value, here)), this.value, `${number(this.value)}${this.axis === "image" ? " px" : ""}`);

@@ -73,7 +73,7 @@ class PlanPanel {
   devices() {
     const found = this.store.data.pipeline;
     if (!found) return this.pipeline.replaceChildren();
-    const rows = [make("h2", {}, `${found.devices} devices`)];
+    const rows = [make("h2", {}, counted(found.devices, "device"))];
     if (found.refused) rows.push(make("p.note", {}, found.refused));
     else {
       rows.push(make("p", {}, make("b", {}, found.arrangement), ` · ${found.schedule}, ${found.micro_batches} micro-batches`), make("p.note", {}, `step ${timeText(found.step_s)}, ranks wait ${percent(found.bubble)}`));

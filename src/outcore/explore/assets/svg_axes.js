@@ -33,6 +33,7 @@ class Plot {
       this.add("text", { class: "tick middle", x: place, y: this.height - this.bottom + 15 }, words);
       last = place + half;
     }
+    if (y.title) this.add("text", { class: "tick title", x: 2, y: this.top - 3 }, y.title);
     if (x.title) this.add("text", { class: "tick end title", x: this.width - this.right, y: this.height - 2 }, x.title);
   }
 

@@ -3,6 +3,7 @@
 
 const EVENT_COLOURS = { forward: "--forward", backward: "--backward", step: "--optimizer", recompute: "--recompute", encode: "--encode",
   decode: "--encode", evict: "--offload", fetch: "--offload", copy: "--offload" };
+const EVENT_NAMES = { "--optimizer": "optimizer", "--encode": "encode, decode", "--offload": "copies out and in" };
 
 function showTimeline(section, store) {
   return new TimelinePanel(section, store);
@@ -81,8 +82,9 @@ class TimelinePanel {
     this.words.textContent = this.sentence(predicted, measured);
     this.lanes = this.lanesOf();
     const lines = [this.shown, this.beside].filter(Boolean);
-    const kinds = [...new Set(lines.flatMap((line) => line.events.map((event) => line.kinds[event[2]])))];
-    this.legend.replaceChildren(...kinds.map((kind) => make("span", {}, make("i", { style: { background: `var(${EVENT_COLOURS[kind] ?? "--wait"})` } }), kind === "step" ? "optimizer" : kind)),
+    const kinds = new Set(lines.flatMap((line) => line.events.map((event) => line.kinds[event[2]])));
+    const colours = new Map([...kinds].map((kind) => [EVENT_COLOURS[kind] ?? "--wait", kind]));
+    this.legend.replaceChildren(...[...colours].map(([colour, kind]) => make("span", {}, make("i", { style: { background: `var(${colour})` } }), EVENT_NAMES[colour] ?? kind)),
       make("span.note", {}, "scroll zooms, dragging moves, double click shows all"));
     this.fit();
   }

@@ -15,7 +15,12 @@ __all__: list[str] = []
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention of several heads, each projected by a matrix of its own."""
+    """Attention of several heads, each projected by a matrix of its own.
+
+    A query that its mask lets attend to nothing attends to everything alike, as in Keras, and no gradient goes through
+    its scores; with dropout, or where scores are returned, Keras sets them to zero instead. Infinite masks would give
+    NaN there, and large finite ones wrong gradients in torch, whose backward takes scores less their logarithmic sum.
+    """
 
     query: nn.Linear
     key: nn.Linear
@@ -50,16 +55,22 @@ class MultiHeadAttention(nn.Module):
         if use_causal_mask:
             causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
             mask = causal if mask is None else mask & causal
+        nothing = None
         if mask is not None:
             mask = mask.unsqueeze(1) if mask.ndim == 3 else mask
+        if mask is not None and attention_mask is not None:  # a causal one leaves something to every query
+            nothing = ~mask.any(-1, keepdim=True)
+            q, mask = q.masked_fill(nothing, 0.0), mask | nothing
         if not return_attention_scores:
             dropped = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, mask, dropped, scale=self.scale)
+            y = y.masked_fill(nothing, 0.0) if nothing is not None and self.dropout else y
             return self.output(y.transpose(1, 2).flatten(2))
         scores = (q * self.scale) @ k.transpose(-1, -2)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         scores = F.softmax(scores, -1)
+        scores = scores if nothing is None else scores.masked_fill(nothing, 0.0)
         y = F.dropout(scores, self.dropout, self.training) @ v
         return [self.output(y.transpose(1, 2).flatten(2)), scores]
 

@@ -10,10 +10,10 @@ function. So the search is over segments:
    again.
 3. The cheapest is traced, and its peak read off TensorFlow's graph of it (`graph_memory`). If that is above the budget,
    the estimate was too low by so much, and the next is tried with this known.
-4. One that fits is run twice on zeros (`traced.run_peak`), which counts scratch memory and the order of threads. A
-   peak above the budget is taken as one that was read off too low.
+4. One that fits is run on zeros, as ``fit`` runs it (`trial`), which counts scratch memory and the order of threads. A
+   peak above what is allowed is taken as one that was read off too low.
 
-What no plan can lower is refused with the smallest peak that was found.
+What no plan can lower is refused with the smallest peak that was found, which was run, too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ __all__ = ["Choice", "choose"]
 _SIZES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Into how many segments, about, the saved bytes are cut."""
 _TRIES = 9
-_SMALL_BYTES = 256 * 1024
-"""What a run may take above 97 % of the budget, however small that is: constants that TensorFlow makes of a graph."""
 _LAST = 2
 """Of the tries, those that recompute all they can, where nothing else has fitted."""
 _MARGIN = 0.97
@@ -153,6 +151,7 @@ def _candidates(estimate: _Estimate, budget_bytes: float) -> Iterator[tuple[floa
 def choose(
     calls: Calls,
     facts: StepFacts,
+    plain_bytes: int,
     budget_bytes: int | None,
     standing_bytes: int,
     traced_peak: Callable[[tuple[Segment, ...]], int],
@@ -163,22 +162,25 @@ def choose(
     Args:
         calls: of the model.
         facts: of its plain step.
+        plain_bytes: its peak, from its graph.
         budget_bytes: none for whatever it takes.
         standing_bytes: what is there throughout: variables, inputs, targets.
         traced_peak: the peak of a step by segments, from its graph.
         run_peak: the same, from running it; none where it is not known.
     """
-    plain = Choice((Segment(0, len(calls.calls)),), 0.0, facts.memory.peak_bytes)
+    whole = (Segment(0, len(calls.calls)),)
+    plain = Choice(whole, 0.0, plain_bytes)
     if budget_bytes is None:
         return plain, plain
     allowed_bytes = int(_MARGIN * budget_bytes)
-    limit_bytes = max(budget_bytes, allowed_bytes + _SMALL_BYTES)
-    if plain.peak_bytes <= budget_bytes:
-        plain = _run(plain, run_peak, limit_bytes)
-        if plain.peak_bytes <= budget_bytes:
+    seen: dict[tuple[Segment, ...], Choice] = {}
+    if plain.peak_bytes <= allowed_bytes:
+        plain = seen[whole] = _run(plain, run_peak)
+        if plain.peak_bytes <= allowed_bytes:
             return plain, plain
     estimate = _Estimate(calls, facts)
-    aim, smallest, tried = float(allowed_bytes - standing_bytes), plain, dict[tuple[Segment, ...], int]()
+    aim, smallest = float(allowed_bytes - standing_bytes), plain
+    tried = set[tuple[Segment, ...]]()
     for number in range(_TRIES):
         if number >= _TRIES - _LAST:
             aim = 0.0
@@ -187,20 +189,21 @@ def choose(
         if not fresh:
             break
         work, guess, segments = fresh[0]
+        tried.add(segments)
         made = Choice(segments, work, traced_peak(segments))
         fits = made.peak_bytes <= allowed_bytes
-        made = _run(made, run_peak, limit_bytes) if fits else made
-        tried[segments] = peak = made.peak_bytes
-        if peak < smallest.peak_bytes:
+        if fits:
+            made = seen[segments] = _run(made, run_peak)
+        if made.peak_bytes < smallest.peak_bytes:
             smallest = made
-        if fits and peak <= budget_bytes:
+        if made.peak_bytes <= allowed_bytes:
             return made, smallest
         least = 0.8 if fits else 0.95  # what is not in the graph hardly falls with the estimate
-        aim = min(aim, guess) * max(0.5, min(least, (allowed_bytes - standing_bytes) / (peak - standing_bytes)))
-    return None, smallest
+        room = (allowed_bytes - standing_bytes) / (made.peak_bytes - standing_bytes)
+        aim = min(aim, guess) * max(0.5, min(least, room))
+    return None, smallest if smallest.segments in seen else _run(smallest, run_peak)
 
 
-def _run(choice: Choice, run_peak: Callable[[tuple[Segment, ...]], int | None], limit_bytes: int) -> Choice:
-    """A choice with the peak that it was seen to have, where that is above the limit."""
-    seen = run_peak(choice.segments) or 0
-    return replace(choice, peak_bytes=max(choice.peak_bytes, seen)) if seen > limit_bytes else choice
+def _run(choice: Choice, run_peak: Callable[[tuple[Segment, ...]], int | None]) -> Choice:
+    """A choice with the peak that it was seen to have, where that is above the one that was read off."""
+    return replace(choice, peak_bytes=max(choice.peak_bytes, run_peak(choice.segments) or 0))

@@ -12,20 +12,19 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from outcore.errors import ModelError, OutcoreError, PlanError
-from outcore.keras.fit_loss import FitLoss
 from outcore.keras.installed import require_keras
 from outcore.keras.tensorflow.calls import Calls, list_calls, traced_functional
-from outcore.keras.tensorflow.graph_memory import graph_memory
 from outcore.keras.tensorflow.micro_batches import accumulating_step, check_splittable, normalizes_batches
 from outcore.keras.tensorflow.plan import Choice, choose
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
-from outcore.keras.tensorflow.traced import StepFacts, run_peak, step_facts, trace_planned
-from outcore.keras.twin import leaves, substitute
+from outcore.keras.tensorflow.traced import step_facts
+from outcore.keras.tensorflow.trial import FitTrial
+from outcore.keras.twin import leaves
 from outcore.machine.units import format_bytes, parse_bytes
 
 __all__ = ["TensorFlowPlan", "memory_plan", "release", "within", "within_options"]
@@ -46,7 +45,7 @@ class TensorFlowPlan:
     """Weights and the optimizer's state."""
     peak_bytes: int
     """Bytes in use of TensorFlow's allocator at the peak of a step, with weights, optimizer and targets in it: read off
-    its graph, or under a budget what two runs on zeros took, if that was more."""
+    its graph, or under a budget what steps on zeros took, if that was more."""
     plain_bytes: int
     budget_bytes: int | None
 
@@ -70,7 +69,8 @@ def within(
 ) -> Any:
     """Make a Keras model on TensorFlow train within a memory budget; returns the same model.
 
-    Under a budget a plan is tried before it is taken: two steps on zeros, without an update.
+    Under a budget a plan is tried before it is taken: a few steps of ``fit`` on zeros, by a copy of what the model was
+    compiled with. Compile first: otherwise a squared error and Adam are assumed.
 
     Args:
         model: a functional or sequential Keras model, built.
@@ -107,15 +107,14 @@ def within(
         standing = [*variables, *(_bytes(spec) for spec in specs)]
         if tried > 1:  # the part that is cut out, and the sums of gradients
             standing += [*(_bytes(spec) for spec in part), *(_size(v) for v in model.trainable_variables)]
-        facts = step_facts(keras, model, part, calls, standing)
-        loss = _loss_bytes(keras, model, calls, facts)
-        facts = replace(facts, memory=replace(facts.memory, peak_bytes=facts.memory.peak_bytes + tried * loss))
-        standing.append(tried * loss)
-        plain = plain or facts.memory.peak_bytes
+        facts = step_facts(keras, model, part, calls)
+        trial = FitTrial(keras, model, functional, calls, specs, facts, tried, optimizer)
+        trial.standing = standing = [*standing, *trial.target_bytes]
+        whole = trial.peak((Segment(0, len(calls.calls)),))
+        plain = plain or whole
         if share is not None:
             budget, share = int(share * plain), None
-        tracing = _Tracing(keras, model, functional, calls, part, standing)
-        chosen, smallest = choose(calls, facts, budget, sum(standing), tracing.peak, tracing.run)
+        chosen, smallest = choose(calls, facts, whole, budget, sum(standing), trial.peak, trial.run)
         least = min(least or smallest.budget_bytes, smallest.budget_bytes)
         if chosen is not None:
             plan = _plan(calls, chosen, tried, sum(variables), plain, budget)
@@ -124,7 +123,7 @@ def within(
                 print(f"outcore: {model.name}: {plan}", file=sys.stderr)
             return model
     assert least is not None and budget is not None
-    raise PlanError(
+    error = PlanError(
         f"{model.name} does not train within {format_bytes(budget)} on TensorFlow: the smallest peak found is "
         f"{format_bytes(least)} with {tried} micro-batches; give memory={least} or a smaller batch"
         + (
@@ -133,6 +132,8 @@ def within(
             else ", or micro_batches=2 (batch normalization then sees parts of the batch)"
         )
     )
+    error.least_bytes = least
+    raise error
 
 
 def within_options(given: Mapping[str, Any]) -> Any:
@@ -155,53 +156,6 @@ def within_options(given: Mapping[str, Any]) -> Any:
     optimizer = given["optimizer"]
     state = float(optimizer) if isinstance(optimizer, (int, float)) else None
     return within(given["model"], given["args"], memory=given["memory"], optimizer=state, quiet=given["quiet"])
-
-
-class _Tracing:
-    """The peak of a step by segments, from its graph."""
-
-    def __init__(
-        self, keras: Any, model: Any, functional: Any, calls: Calls, specs: Sequence[Any], standing: Sequence[int]
-    ) -> None:
-        self.keras, self.model, self.functional = keras, model, functional
-        self.calls, self.specs, self.standing = calls, specs, standing
-        self.last: tuple[tuple[Segment, ...], Any] = (), None
-
-    def function(self, segments: tuple[Segment, ...]) -> Any:
-        """A step by segments; the last one is kept."""
-        if self.last[0] != segments:
-            planned = SegmentedCall(self.keras, self.functional, self.calls, segments, self.model)
-            self.last = segments, trace_planned(self.keras, self.model, self.specs, planned)
-        return self.last[1]
-
-    def peak(self, segments: tuple[Segment, ...]) -> int:
-        """Predicted."""
-        return graph_memory(self.function(segments).graph, self.standing).peak_bytes
-
-    def run(self, segments: tuple[Segment, ...]) -> int | None:
-        """Measured, with what stands throughout; twice the prediction where the device has no room for it.
-
-        Not in float64, whose convolutions on a CPU unfold all images of a batch at once: there it is a prediction.
-        """
-        tf = importlib.import_module("tensorflow")
-        if any(v.dtype == "float64" for v in self.model.trainable_variables):
-            return None
-        try:
-            found = run_peak(self.model, self.specs, self.function(segments))
-        except tf.errors.ResourceExhaustedError:
-            return 2 * self.peak(segments)
-        return None if found is None else found + sum(self.standing)
-
-
-def _loss_bytes(keras: Any, model: Any, calls: Calls, facts: StepFacts) -> int:
-    """What targets as large as the loss asks for take, and what it makes of them and the outputs: one of their size."""
-    sizes = [_bytes(spec) for spec in facts.outputs.values()]
-
-    def size(made: Any, shape: Sequence[int], whole: bool) -> None:
-        sizes.append(math.prod(shape) * (8 if whole else int(made.dtype.size)))
-
-    FitLoss(keras, model).targets(substitute(calls.result, lambda slot: facts.outputs.get(slot.number)), size)
-    return sum(sizes)
 
 
 def _plan(

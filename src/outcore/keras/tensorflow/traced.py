@@ -1,10 +1,9 @@
 """A training step of a Keras model as TensorFlow traces it, without running it.
 
 Forward, a loss and all gradients are traced as one graph for inputs of given shapes; nothing is computed, and no
-variable changes. Which operations belong to which call is noted while tracing. From the plain step's graph come the
-facts that a plan is made from: the buffers that each call makes and the gradients read, and an estimate of each call's
-work. From the graph of a planned step comes its predicted peak; and from running it, on zeros and without an update,
-what it really takes.
+variable changes. Which operations belong to which call is noted while tracing. From this graph come the facts that a
+plan is made from: the buffers that each call makes and the gradients read, and an estimate of each call's work. What a
+planned step takes is found with the step of ``fit`` itself (`trial`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.keras.tensorflow.calls import Calls, run_call
-from outcore.keras.tensorflow.graph_memory import GraphMemory, buffers_of, graph_memory, tensor_bytes
-from outcore.keras.tensorflow.segments import SegmentedCall
+from outcore.keras.tensorflow.graph_memory import buffers_of, tensor_bytes
 from outcore.keras.twin import leaves
 
-__all__ = ["CallFacts", "StepFacts", "run_peak", "step_facts", "trace_planned"]
+__all__ = ["CallFacts", "StepFacts", "step_facts"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class CallFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """A plain step: its calls, the buffer and size of every value, and its peak."""
+    """A plain step: its calls, and the buffer and size of every value."""
 
     calls: tuple[CallFacts, ...]
     buffer: dict[int, Any]
@@ -47,7 +45,6 @@ class StepFacts:
     bytes: dict[Any, int]
     outputs: dict[int, Any]
     """Shape and type of what the model returns, by its number."""
-    memory: GraphMemory
 
 
 def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
@@ -67,38 +64,7 @@ def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
         model._clear_losses()
 
 
-def trace_planned(keras: Any, model: Any, specs: Sequence[Any], planned: SegmentedCall) -> Any:
-    """A step by segments, as a traced function."""
-
-    def forward(given: list[Any]) -> Any:
-        return planned(given if len(given) > 1 else given[0], training=True)
-
-    return _trace(keras, model, specs, forward)
-
-
-def run_peak(model: Any, specs: Sequence[Any], function: Any) -> int | None:
-    """What two runs of a traced step take above what is there before; none where TensorFlow does not count.
-
-    Inputs are zeros. Statistics and seeds are as before afterwards; TensorFlow's own record of the peak begins anew.
-    """
-    tf = importlib.import_module("tensorflow")
-    device = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-    before = [(v, tf.identity(v.value)) for v in model.non_trainable_variables]
-    given = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-    try:
-        standing = tf.config.experimental.get_memory_info(device)["current"]
-        tf.config.experimental.reset_memory_stats(device)
-        for _ in range(2):
-            function(*given)
-        return int(tf.config.experimental.get_memory_info(device)["peak"]) - int(standing)
-    except ValueError:
-        return None
-    finally:
-        for variable, value in before:
-            variable.assign(value)
-
-
-def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, standing: Sequence[int] = ()) -> StepFacts:
+def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls) -> StepFacts:
     """Trace a plain step, call by call."""
     tf = importlib.import_module("tensorflow")
     values: dict[int, Any] = {}
@@ -139,7 +105,7 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls, stand
             buffer[number] = ref
             sizes.setdefault(ref, tensor_bytes(tensor) or 0)
     outputs = {n: tf.TensorSpec.from_tensor(values[n]) for n in calls.outputs if isinstance(values[n], tf.Tensor)}
-    return StepFacts(tuple(facts), buffer, sizes, outputs, graph_memory(graph, standing))
+    return StepFacts(tuple(facts), buffer, sizes, outputs)
 
 
 def _own(op: Any) -> bool:

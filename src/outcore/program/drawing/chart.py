@@ -48,6 +48,8 @@ def chart(timeline: Timeline, *, width: int = 720, ranks: int = SHOWN_RANKS) -> 
     span = Span(0.0, max(timeline.step_s / unit, 1e-9), f"time ({words})")
     axes = Axes(LEFT, TOP, width - LEFT - RIGHT, count * LANE, span, Span(0.0, 1.0, ""))
     facts = f"step {format_time(timeline.step_s)}, ranks wait {timeline.bubble:.0%} of it (bubble)"
+    numbered = len({event.micro_batch for event in timeline.events if event.micro_batch >= 0}) > 1
+    facts += "; numbers are micro-batches" if numbered else ""
     out = [text(12, 20, timeline.name, "title"), text(12, 38, facts, "small quiet"), *_time_axis(axes, below)]
     highest = max(timeline.peak_bytes, default=0)
     for rank in range(count):
@@ -62,7 +64,7 @@ def chart(timeline: Timeline, *, width: int = 720, ranks: int = SHOWN_RANKS) -> 
         if event.rank < count and event.end_s > event.start_s:
             kind = _kind(event, event.replica > firsts.get(event.rank, 0))
             used[kind] = None
-            out.extend(_bar(event, kind, axes, unit))
+            out.extend(_bar(event, kind, axes, unit, numbered))
     entries = [(FILL[kind], MEANS[kind]) for kind in FILL if kind in used]
     entries += [("light", "waiting"), ("#b9c3cb", f"memory, of {format_bytes(highest)}")]
     drawn, end = legend(entries, LEFT, below + 56, width - LEFT - 8)
@@ -97,14 +99,15 @@ def _kind(event: Event, second: bool) -> str:
     return "step" if event.kind == "step" else "script"
 
 
-def _bar(event: Event, kind: str, axes: Axes, unit: float) -> Iterator[str]:
+def _bar(event: Event, kind: str, axes: Axes, unit: float, numbered: bool) -> Iterator[str]:
     x, _ = axes.at(event.start_s / unit, 0.0)
     wide = axes.at(event.end_s / unit, 0.0)[0] - x
     top = TOP + event.rank * LANE
     times = f"{format_time(event.start_s)} to {format_time(event.end_s)}"
     y, high = (top, BAR) if event.stream == COMPUTE else (top + BAR, NETWORK)
     yield rectangle(x, y, wide, high, FILL[kind], f"{event.name} ({event.stream}), {times}")
-    if event.stream == COMPUTE and wide > 8 + 6 * len(str(event.micro_batch)) and event.micro_batch >= 0:
+    room = wide > 8 + 6 * len(str(event.micro_batch))
+    if numbered and room and event.stream == COMPUTE and event.micro_batch >= 0:
         yield text(x + wide / 2, top + 13, str(event.micro_batch), "small middle")
 
 

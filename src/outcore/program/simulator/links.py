@@ -70,6 +70,11 @@ class Links:
         link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
         return (0.0, 0.0) if link is None else (1 / link.away_bytes_per_s, link.latency_s)
 
+    def host_s(self, source: int, target: int) -> float:
+        """What a message from one rank to another takes of the host at either end."""
+        link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
+        return 0.0 if link is None else link.host_s
+
 
 class LinkSchedule:
     """When each link is free, in the course of one simulated step; queried in the order of time."""
@@ -93,6 +98,15 @@ class LinkSchedule:
             busy = self._busy[self.links.node(rank)]
             busy[busy.index(min(busy))] = end_s
 
+    def handle(self, rank: int, seconds: float, ready_s: float) -> float:
+        """When a rank's host has done its part of a message that it can begin at `ready_s`; it computes nothing
+        meanwhile."""
+        if not seconds:
+            return ready_s
+        end = self.begin(rank, ready_s) + seconds
+        self.finish(rank, end)
+        return end
+
     def transfer(self, source: int, target: int, nbytes: int, ready_s: float) -> tuple[float, float, float]:
         """Reserve a transfer that can begin at `ready_s`; returns its start, its end on the link, and its arrival."""
         ways = [("out", source), ("in", target)]
@@ -113,6 +127,7 @@ class LinkSchedule:
         hops = [(rank, group[(index + 1) % size]) for index, rank in enumerate(group)]
         costs = {self.links.between(*hop) for hop in hops}
         per_byte, latency_s = max(cost[0] for cost in costs), max(cost[1] for cost in costs)
+        latency_s += 2 * max(self.links.host_s(*hop) for hop in hops)  # in every round each sends and receives
         ways = [(way, rank) for rank in group for way in ("out", "in")]
         crossed = {self.links.node(rank) for hop in hops if len({*map(self.links.node, hop)}) > 1 for rank in hop}
         ways += [(way, node) for node in crossed for way in ("node out", "node in")]

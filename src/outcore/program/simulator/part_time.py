@@ -3,7 +3,8 @@
 A `PartScript` is what all of them do, in order: compute, send borders, wait for what others sent. It is followed on all
 ranks at once, each with a clock of its own: computing moves a rank's clock on, messages start when their sender reaches
 them and take their place on the links, and a wait moves a rank's clock to the arrival of the last message that it
-needs. What stands between a send and its wait overlaps with the messages, as it does when it runs.
+needs. What stands between a send and its wait overlaps with the messages, as it does when it runs. A message keeps the
+hosts at its ends from computing for a while: the sender when it is sent, the receiver when it is waited for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class PartSend:
     value: str
     messages: tuple[tuple[int, int, int], ...]
     """Source, target, bytes."""
+    host_s: float = 0.0
+    """What a message takes of the host at either end, where the link does not say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +100,46 @@ def perform_parts(
     labels = (instruction.stage, instruction.micro_batch, instruction.replica)
     clock, begun = list(start_s), list(start_s)
     arrivals: dict[str, list[float]] = {}
+    received_s: dict[str, list[float]] = {}
 
     def computed(k: int) -> None:
         if clock[k] > begun[k]:
             events.append(Event(ranks[k], COMPUTE, kind, str(instruction), begun[k], clock[k], *labels))
 
+    def occupy(k: int, seconds: float) -> None:
+        """Keep a rank's processor busy, once it has one."""
+        if not seconds:
+            return
+        start = traffic.begin(ranks[k], clock[k])
+        if start > clock[k]:
+            computed(k)
+            begun[k] = start
+        clock[k] = start + seconds
+        traffic.finish(ranks[k], clock[k])
+
     for action in script:
         if isinstance(action, PartCompute):
             for k in sorted(range(len(ranks)), key=lambda k: clock[k]):
-                if not (seconds := action.seconds[k]):
-                    continue
-                start = traffic.begin(ranks[k], clock[k])
-                if start > clock[k]:
-                    computed(k)
-                    begun[k] = start
-                clock[k] = start + seconds
-                traffic.finish(ranks[k], clock[k])
+                occupy(k, action.seconds[k])
         elif isinstance(action, PartSend):
             due = arrivals.setdefault(action.value, [0.0] * len(ranks))
+            hosts = received_s.setdefault(action.value, [0.0] * len(ranks))
             for source, target, nbytes in sorted(action.messages, key=lambda m: clock[m[0]]):
+                host_s = max(action.host_s, traffic.links.host_s(ranks[source], ranks[target]))
+                occupy(source, host_s)
+                hosts[target] += host_s
                 start, end, arrival = traffic.transfer(ranks[source], ranks[target], nbytes, clock[source])
                 due[target] = max(due[target], arrival)
                 there, here = f"halo→{ranks[target]}", f"halo←{ranks[source]}"
                 events.append(Event(ranks[source], "send", "halo", there, start, end, *labels, nbytes))
                 events.append(Event(ranks[target], "receive", "halo", here, start, arrival, *labels, nbytes))
         else:
+            hosts = received_s.pop(action.value, [])
             for k, arrival in enumerate(arrivals.pop(action.value, ())):
                 if arrival > clock[k]:
                     computed(k)
                     clock[k] = begun[k] = arrival
+                occupy(k, hosts[k])
     for k in range(len(ranks)):
         computed(k)
     return clock

@@ -125,11 +125,13 @@ class _Simulation:
             instruction = instructions[self.position[rank]]
             match instruction:
                 case Send():
+                    now = self.handle(rank, instruction, now)
                     self.offered[instruction.key] = now
                     channel = (instruction.source, instruction.target, instruction.replica)
                     self.channels[channel].append(instruction)
                     self.move(channel, now)
                 case Receive():
+                    now = self.handle(rank, instruction, now)
                     self.posted[instruction.key] = now
                     self.ledgers[rank].add(now, "buffers", self.sizes.get(instruction.value, 0))
                     self.move((instruction.source, instruction.target, instruction.replica), now)
@@ -148,6 +150,11 @@ class _Simulation:
                     self.schedule(self.compute(rank, instruction, now), rank, None)
                     return
             self.position[rank] += 1
+
+    def handle(self, rank: int, message: Send | Receive, now: float) -> float:
+        """When a rank has done what a message takes of its host."""
+        seconds = self.traffic.links.host_s(message.source, message.target)
+        return self.traffic.handle(rank, seconds, now)
 
     def needs(self, rank: int, instruction: Compute | OptimizerStep) -> set[Hashable]:
         if isinstance(instruction, OptimizerStep):

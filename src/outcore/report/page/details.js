@@ -102,3 +102,8 @@ function html(name, ...content) {
   found.append(...content);
   return found;
 }
+
+/** A number with its noun. */
+function counted(count, noun) {
+  return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+}

@@ -32,5 +32,5 @@ function facts(graph) {
   if (!graph) return "";
   const root = graph.blocks.find((block) => block.path === "");
   const mode = graph.training ? "train mode" : "eval mode";
-  return `${graph.model} · ${mode} · ${number(root.parameters)} parameters · ${number(graph.calls.length)} calls`;
+  return `${graph.model} · ${mode} · ${counted(root.parameters, "parameter")} · ${counted(graph.calls.length, "call")}`;
 }

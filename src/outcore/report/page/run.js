@@ -33,7 +33,7 @@ function headline(run) {
     tiles.append(box);
   };
   tile("ended", run.ended || "going on", run.time_s ? `after ${timeText(run.time_s)}` : "");
-  tile("steps", number(where.step || 0), `${number(where.epoch || 0)} epochs, ${number(where.examples || 0)} examples`);
+  tile("steps", number(where.step || 0), `${counted(where.epoch || 0, "epoch")}, ${counted(where.examples || 0, "example")}`);
   if (where.best !== null && where.best !== undefined) tile(`best ${run.watch || "loss"}`, shortNumber(where.best), `epoch ${where.best_epoch + 1}`);
   if (measured.step_s) tile("step", timeText(measured.step_s), "median, measured");
   if (measured.examples_per_s) tile("throughput", shortNumber(measured.examples_per_s), "examples/s, by the median step");
@@ -46,8 +46,8 @@ function runTrouble(run) {
   if (run.ended === "failed" && run.error) lines.push(run.error);
   const held = (run.measured || {}).peak_bytes || 0, budget = run.budget_bytes || Infinity;
   if (held > budget) lines.push(`a step held ${bytesText(held)}, more than the ${bytesText(budget)} allowed`);
-  if (run.not_finite) lines.push(`${run.not_finite} steps were not finite and left the weights alone`);
-  if (run.checkpoints_lost) lines.push(`${run.checkpoints_lost} checkpoints could not be written`);
+  if (run.not_finite) lines.push(`${counted(run.not_finite, "step")} had no finite loss and left the weights alone`);
+  if (run.checkpoints_lost) lines.push(`${counted(run.checkpoints_lost, "checkpoint")} could not be written`);
   for (const tile of (run.damage || []).slice(0, 20)) lines.push(`read as glass: ${tile}`);
   for (const bad of run.bad || []) lines.push(`skipped: ${bad}`);
   if (!lines.length) return null;
@@ -151,6 +151,7 @@ function comparison(run) {
   };
   row("step time", forecast.step_s, forecast.planned_step_s, measured.step_s, timeText);
   row("peak memory", forecast.peak_bytes, forecast.planned_peak_bytes, measured.peak_bytes, bytesText);
+  row("whole process", null, null, measured.process_bytes ?? null, bytesText);
   const notes = (forecast.notes || []).map((note) => html("p", note));
   return html("div", table, ...notes);
 }

@@ -45,6 +45,8 @@ _LINGER_S = 5.0
 """Seconds that the rank that runs the store stays for the others to read why it failed, or to leave too."""
 
 _joined = 0
+_leaving: list[StoreServer] = []
+"""Stores that this process has left and that may still answer others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Rendezvous:
         if failed:
             server.close(_LINGER_S)
         else:
+            _leaving.append(server)
             threading.Thread(target=server.close, args=(_LINGER_S,), name="outcore store", daemon=True).start()
 
 
@@ -106,8 +109,19 @@ def meet(identity: LauncherEnvironment, timeout_s: float) -> Rendezvous:
             identity, secret, _LOOPBACK if one_host else address, timeout_s, prefix
         )
     elif identity.rank == 0:
-        server = _serve(secret, address, number)
+        server = _still_there(address, number) or _serve(secret, address, number)
     return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix), server)
+
+
+def _still_there(address: str, port: int) -> StoreServer | None:
+    """The store of the world before, at the same port, where other ranks may already be looking for the next one."""
+    left, _leaving[:] = list(_leaving), []
+    for server in left:
+        if (server.address, server.port) == (socket.gethostbyname(address), port):
+            if server.take_over():
+                return server
+            server.close()  # at once, so that the port is free
+    return None
 
 
 def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: float) -> None:

@@ -56,7 +56,7 @@ class StoreServer:
         self._connections: set[socket.socket] = set()
         self._handshakes = threading.BoundedSemaphore(_STRANGERS)
         self._failure: str | None = None
-        self._open = True
+        self._open, self._taken = True, 0
         self.refused = 0
         """Connections that did not know the secret."""
         self._listening = _listen(address, port)
@@ -67,6 +67,12 @@ class StoreServer:
         """Begin to answer; clients that connected before have waited."""
         self._thread.start()
         return self
+
+    def take_over(self) -> bool:
+        """Use it for the next run although it is about to close; whether it still answers."""
+        with self._changed:
+            self._taken += self._open
+            return self._open and self._failure is None
 
     def fail(self, why: str) -> None:
         """End all waits, now and later, because a rank that others wait for will not come."""
@@ -80,11 +86,13 @@ class StoreServer:
             return next((value for key, (value, _) in self._values.items() if key.endswith(ending)), None)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop answering, when nobody is connected any more or after a while."""
-        deadline = time.monotonic() + linger_s
+        """Stop answering, when nobody is connected any more or after a while; unless it is taken over meanwhile."""
+        deadline, taken = time.monotonic() + linger_s, self._taken
         while self._connections and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._changed:
+            if taken != self._taken:
+                return
             self._open = False
             self._changed.notify_all()
         for line in (self._listening, *self._connections):

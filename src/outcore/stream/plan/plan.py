@@ -140,7 +140,7 @@ class StreamPlan:
         where = "the whole local part" if self.boundary is None else f"up to {', '.join(self.boundary)}"
         size = " x ".join(map(str, self.tile))
         kept = f", {counted(len(self.keep), 'map')} kept{' on the host' if self.on_host else ''}" if self.keep else ""
-        tiles = f"{counted(self.tiles, 'tile')} of {size} px ({self.overlap:.2f}x the numbers)"
+        tiles = f"{counted(self.tiles, 'tile')} of {size} px ({self.overlap:.2f}x the computation)"
         return f"stream {where} in {tiles}, forward passes: {self.passes}{kept}"
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from outcore.machine.units import counted, format_bytes
 from outcore.program import chart, save_trace
 from outcore.report import page, run_bundle
 from outcore.report.run import thin
+from outcore.run.engine.setup import choose_device
 from outcore.run.ranks.world import identify
 from outcore.train.examples.supply import ExampleSupply
 from outcore.train.launch import COMMAND
@@ -105,10 +106,16 @@ def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Conso
     if held and budget and held > budget:
         said = f"warning: a step held {format_bytes(held)}, more than the {format_bytes(budget)} allowed"
         console.print(said, style="red", highlight=False)
+    if held and budget and choose_device(loop.config.train.device).type == "cpu":
+        process = format_bytes(loop.measured()["process_bytes"])
+        console.print(f"a step held {format_bytes(held)} of live tensors, the whole process {process}", highlight=False)
     if where.not_finite:
-        console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
+        steps = counted(where.not_finite, "step")
+        console.print(f"{steps} had no finite loss and left the weights alone", highlight=False)
     if loop.checkpoints_lost:
-        console.print(f"{loop.checkpoints_lost} checkpoints could not be written", style="red", highlight=False)
+        console.print(
+            f"{counted(loop.checkpoints_lost, 'checkpoint')} could not be written", style="red", highlight=False
+        )
     if loop.unsaved:
         said = "the last weights are not saved; make room, and run the same command again to go on"
         console.print(said, style="red", highlight=False)

@@ -78,7 +78,8 @@ def fit(
         return _tiled(model, config.plan.tile)
     if budget is None:
         return FittedModel(model)
-    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory))
+    counted = " (live tensors; the process takes more)" if device_here(config.train.device)[0] == "cpu" else ""
+    allowed = ("budget", format_bytes(budget) + _share_of_plain(config.plan.memory) + counted)
     loss = StepLoss.of(model, job, first, expected)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
     if before is not None and before.stream is not None and before.memory_bytes == budget:
@@ -190,7 +191,8 @@ def _within(
     for how in plan.policy.values():
         kind = kind_of_policy(how)
         kinds[kind] = kinds.get(kind, 0) + 1
-    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
+    done = {"recompute": "recomputed", "offload": "offloaded", "encode": "encoded"}
+    shown = ", ".join(f"{count} {done.get(kind, kind)}" for kind, count in kinds.items()) or "all kept"
     said = f"{format_bytes(step.peak_bytes)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
     return FittedModel(model, False, (("within", said),), step.time_s, step.peak_bytes)
 

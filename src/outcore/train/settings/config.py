@@ -23,6 +23,7 @@ import yaml
 from outcore.documents.reading import read_yaml
 from outcore.documents.schema import Anything, MapOf, check
 from outcore.errors import ConfigError, suggest
+from outcore.machine.units import parse_budget
 from outcore.train.metrics import METRICS
 from outcore.train.settings.dataclasses import copied, flatten, make, override, plain
 
@@ -207,6 +208,8 @@ class Config:
         for name, value in at_least_one:
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} was given; it is 1 or more")
+        if self.plan.memory is not None:
+            parse_budget(self.plan.memory, 1)
         self._refuse_harm()
         if isinstance(self.data.validation, float) and not 0 < self.data.validation < 1:
             raise ConfigError(f"data.validation={self.data.validation} was given; a share lies between 0 and 1")

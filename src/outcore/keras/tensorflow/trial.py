@@ -1,0 +1,203 @@
+"""The step of ``fit`` itself, for a plan: traced to predict its peak, and run on zeros to see it.
+
+What a step takes is decided by the very function that ``fit`` runs: its loss, metrics and optimizer, and even the names
+of its operations, by which TensorFlow's graph optimizer decides what to compute first (`optimized_graph`). So a plan
+is tried with Keras' own ``fit``. The model itself must not notice: a second functional model with the same layers and
+the same name is compiled with copies of the optimizer and the metrics, and with the same loss on targets as large as
+it asks for. Weights, statistics and seeds are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from outcore.keras.fit_loss import FitLoss
+from outcore.keras.tensorflow.calls import Calls
+from outcore.keras.tensorflow.graph_memory import graph_memory
+from outcore.keras.tensorflow.micro_batches import accumulating_step
+from outcore.keras.tensorflow.optimized_graph import optimized
+from outcore.keras.tensorflow.segments import Segment, SegmentedCall
+from outcore.keras.tensorflow.traced import StepFacts
+from outcore.keras.twin import substitute
+
+__all__ = ["FitTrial"]
+
+_STEPS, _EPOCHS = 3, 2
+"""How many steps a trial takes: threads run operations in another order every time."""
+
+
+class FitTrial:
+    """Peaks of a step of ``fit`` by segments, predicted and seen.
+
+    Args:
+        keras: the module.
+        model: that is planned.
+        functional: the functional model in it.
+        calls: of it.
+        specs: shapes and types of a batch.
+        facts: of a plain step over a micro-batch.
+        parts: the number of micro-batches.
+        optimizer: the size of its state over that of the weights, where the model is not compiled.
+    """
+
+    def __init__(
+        self,
+        keras: Any,
+        model: Any,
+        functional: Any,
+        calls: Calls,
+        specs: Sequence[Any],
+        facts: StepFacts,
+        parts: int,
+        optimizer: float | None,
+    ) -> None:
+        self.keras, self.model, self.functional, self.calls = keras, model, functional, calls
+        self.tf = importlib.import_module("tensorflow")
+        self.specs, self.parts, self.state = list(specs), parts, optimizer
+        self.facts = facts
+        self.standing: list[int] = []
+        """Sizes of what is there throughout a step."""
+        self.loss = FitLoss(keras, model)
+        self.targets = self._targets(self.specs[0].shape[0])
+        self._last: tuple[tuple[Segment, ...], Any] = (), None
+
+    @property
+    def target_bytes(self) -> list[int]:
+        """The sizes of targets of a batch."""
+        return [math.prod(spec.shape) * int(spec.dtype.size) for spec in self.keras.tree.flatten(self.targets)]
+
+    def peak(self, segments: tuple[Segment, ...]) -> int:
+        """Predicted: of the step over a micro-batch, from the graph that TensorFlow runs."""
+        batch = math.ceil(self.specs[0].shape[0] / self.parts)
+        inputs = [self.tf.TensorSpec((batch, *spec.shape[1:]), spec.dtype) for spec in self.specs]
+        targets = self._targets(batch)
+        fitted = self.fitted(segments)
+        given = [*inputs, *self.keras.tree.flatten(targets)]
+
+        def step(*flat: Any) -> Any:
+            x = self._structured(flat[: len(inputs)])
+            y = self.keras.tree.pack_sequence_as(targets, list(flat[len(inputs) :]))
+            return type(fitted).train_step(fitted, (x, y))
+
+        function = self.tf.function(step, autograph=False).get_concrete_function(*given)
+        self.model._clear_losses()
+        return graph_memory(optimized(function), self.standing).peak_bytes
+
+    def run(self, segments: tuple[Segment, ...]) -> int | None:
+        """What some steps of ``fit`` take, with what stands throughout; none where it is not counted.
+
+        Twice the prediction where the device has no room for it. Not in float64, whose convolutions on a CPU unfold
+        all images of a batch at once: there it is a prediction.
+        """
+        tf = self.tf
+        if any(v.dtype == "float64" for v in self.model.trainable_variables):
+            return None
+        device = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+        before = [(v, np.array(self.keras.ops.convert_to_numpy(v.value))) for v in self.model.variables]
+        fitted = self.fitted(segments)
+        x = self._structured([tf.zeros(spec.shape, spec.dtype) for spec in self.specs])
+        y = self.keras.tree.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self.targets)
+        data = tf.data.Dataset.from_tensors((x, y)).repeat(_STEPS)
+        try:
+            standing = tf.config.experimental.get_memory_info(device)["current"]
+            tf.config.experimental.reset_memory_stats(device)
+            fitted.fit(data, epochs=_EPOCHS, shuffle=False, verbose=0)
+            seen = tf.config.experimental.get_memory_info(device)["peak"]
+            return int(seen) - int(standing) + sum(self.standing)
+        except tf.errors.ResourceExhaustedError:
+            return 2 * self.peak(segments)
+        except ValueError:  # TensorFlow does not count on this device
+            return None
+        finally:
+            for variable, value in before:
+                variable.assign(value)
+
+    def fitted(self, segments: tuple[Segment, ...]) -> Any:
+        """A compiled model with the layers and the name of the planned one, that runs by segments; the last is kept."""
+        if self._last[0] != segments:
+            made = self.keras.Model(
+                self.functional._inputs_struct, self.functional._outputs_struct, name=self.model.name
+            )
+            self._compile(made)
+            made.__dict__["call"] = SegmentedCall(self.keras, self.functional, self.calls, segments, self.model)
+            if self.parts > 1:
+                made.__dict__["train_step"] = accumulating_step(self.keras, made, self.parts)
+            self._last = segments, made
+        return self._last[1]
+
+    def _compile(self, made: Any) -> None:
+        compiled = self.model if getattr(self.model, "compiled", False) else None
+        metrics = getattr(compiled, "_compile_metrics", None)
+        options = {
+            "loss": self.loss.given if self._takes_loss() else "mse",
+            "loss_weights": self.loss.weights if self._takes_loss() else None,
+            "jit_compile": False,
+            "run_eagerly": bool(getattr(compiled, "run_eagerly", False)),
+        }
+        optimizer = self._optimizer(compiled)
+        measured = {
+            "metrics": _copied(self.keras, getattr(metrics, "_user_metrics", None)),
+            "weighted_metrics": _copied(self.keras, getattr(metrics, "_user_weighted_metrics", None)),
+        }
+        made.compile(optimizer=optimizer, **options, **measured)
+        made.optimizer.build(made.trainable_variables)
+
+    def _takes_loss(self) -> bool:
+        """Whether the compiled loss takes targets as large as it seems to ask for."""
+        if self.loss.given is None:
+            return False
+        shape = {n: self.keras.KerasTensor(spec.shape, spec.dtype.name) for n, spec in self.facts.outputs.items()}
+        output = self._output(shape)
+        target = self.loss.targets(
+            output, lambda one, size, whole: self.keras.KerasTensor(size, "int64" if whole else one.dtype)
+        )
+        try:
+            self.keras.src.backend.compute_output_spec(self.loss.loss, output, target)
+        except Exception:  # a loss of one's own may fail in any way
+            return False
+        return True
+
+    def _optimizer(self, compiled: Any) -> Any:
+        given = getattr(compiled, "optimizer", None)
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            if given is not None:
+                return type(given).from_config(given.get_config())
+        if self.state is not None and self.state < 2:
+            return self.keras.optimizers.SGD(0.01, momentum=0.9 if self.state else 0.0)
+        return self.keras.optimizers.Adam()
+
+    def _structured(self, flat: Sequence[Any]) -> Any:
+        """Inputs as the model takes them."""
+        return self.keras.tree.pack_sequence_as(self.functional._inputs_struct, list(flat))
+
+    def _targets(self, batch: int) -> Any:
+        """Shapes and types of targets, in the structure of the outputs."""
+
+        def spec(made: Any, shape: Sequence[int], whole: bool) -> Any:
+            return self.tf.TensorSpec((batch, *shape[1:]), self.tf.int64 if whole else made.dtype)
+
+        return self.loss.targets(self._output(self.facts.outputs), spec)
+
+    def _output(self, values: dict[int, Any]) -> Any:
+        """Numbered values in the structure in which the model returns them."""
+        made = substitute(self.calls.result, lambda slot: values.get(slot.number))
+        return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
+
+
+def _copied(keras: Any, given: Any) -> Any:
+    """Metrics without the state of those that were given; what cannot be copied is left out."""
+    if isinstance(given, dict):
+        return {name: _copied(keras, one) for name, one in given.items()}
+    if isinstance(given, (list, tuple)):
+        return [_copied(keras, one) for one in given]
+    if isinstance(given, keras.metrics.Metric):
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            return type(given).from_config(given.get_config())
+        return None
+    return given

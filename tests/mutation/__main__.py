@@ -1,0 +1,98 @@
+"""Draw defects and try each on the quick tests that reach it.
+
+    make mutants                                     300 mutants, table in dist/mutants.md
+    python -m tests.mutation --count 40 --packages planner cost --seed 7
+    python -m tests.mutation --tests program planner     what these folders of tests notice
+    python -m tests.mutation --named                     defects that once were not noticed
+    python -m tests.mutation --minutes 8                 a piece of it; the same command goes on where it stopped
+
+First all quick tests run once, to know what each reaches; that is kept in dist/mutation until a file of tests changes.
+Each mutant's end is a line of dist/mutants.jsonl as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.mutation.defects import LOOSE, Mutant, draw
+from tests.mutation.named import named
+from tests.mutation.trial import ROOT, Tests
+
+IMPORTED = "torch torch._dynamo torch.distributed pytest numpy scipy.optimize scipy.sparse sympy typer rich".split()
+"""What takes seconds to import and is no part of what is tested: forks have it."""
+ENDS = ("killed", "survived", "unreached")
+
+
+def table(mutants: list[Mutant]) -> str:
+    """What was killed, by package, and those that were not."""
+    lines = ["| package | mutants | killed | survived | unreached |", "|---|---|---|---|---|"]
+    rows = {p: [m for m in mutants if m.package == p] for p in sorted({m.package for m in mutants})}
+    for name, of in [*rows.items(), ("all", mutants)]:
+        ends = [sum(m.end == end for m in of) for end in ENDS]
+        lines.append(f"| {name} | {len(of)} | {ends[0]} ({ends[0] / max(len(of), 1):.0%}) | {ends[1]} | {ends[2]} |")
+    lines += ["", "| not killed | defect | becomes | tests |", "|---|---|---|---|"]
+    for m in sorted(mutants, key=lambda m: (m.file, m.line)):
+        if m.end != "killed":
+            shown = m.shown.replace("|", chr(92) + "|")
+            lines.append(f"| {m.file}:{m.line} | {m.kind} | `{shown}` | {m.by or m.end} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of tests per mutant, at most")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop then; the same command goes on")
+    parser.add_argument("--packages", nargs="*", default=[])
+    parser.add_argument("--tests", nargs="*", default=[], help=f"folders of tests ({LOOSE}: those beside them); all")
+    parser.add_argument("--records", type=Path, default=ROOT / "dist" / "mutation", help="keeps what each test reaches")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
+    parser.add_argument("--file-seconds", type=float, default=1e9, help="of tests per file while watching, at most")
+    parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
+    parser.add_argument("--again", action="store_true", help="forget what was tried before")
+    parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
+    parser.add_argument("--named", action="store_true", help="the defects of tests/mutation/named.py")
+    given = parser.parse_args()
+    until = time.monotonic() + 60 * given.minutes
+    given.out, given.records = given.out.resolve(), given.records.resolve()
+    given.records.mkdir(parents=True, exist_ok=True)
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; tests of kernels set it again
+    for name in IMPORTED:
+        __import__(name)
+    del os.environ["TRITON_INTERPRET"]
+    tests = Tests(given.out.with_suffix(".tree"), given.records, given.tests)
+    if not given.named and (not tests.watch(until, given.file_seconds) or given.watch):
+        return
+    rows = given.out.with_suffix(".jsonl")
+    if given.again:
+        rows.unlink(missing_ok=True)
+    known = {row["key"]: row for row in map(json.loads, rows.read_text().splitlines())} if rows.exists() else {}
+    source, done = tests.tree / "src" / "outcore", list[Mutant]()
+    drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
+    part, parts = map(int, given.part.split("/"))
+    for mutant in drawn[part::parts]:
+        content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
+        key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
+        if key in known:
+            mutant.end, mutant.by, mutant.time_s = (known[key][name] for name in ("end", "by", "time_s"))
+        elif time.monotonic() > until:
+            break
+        else:
+            tests.try_out(mutant, given.seconds)
+            with rows.open("a") as out:
+                print(json.dumps(asdict(mutant) | {"key": key, "seed": given.seed}), file=out)
+            print(f"{mutant.end:9} {mutant.time_s:5.1f} s  {mutant.file}:{mutant.line}  {mutant.shown}", flush=True)
+        done.append(mutant)
+    given.out.with_suffix(".md").write_text(table(done))
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Ranks that a launcher started meet at one port, as often as they like."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from outcore.run.ranks.store import StoreServer, new_secret
+from outcore.run.ranks.store_client import StoreClient
+
+ROOT = Path(__file__).parents[3]
+TWICE = """
+import sys, time
+from outcore.run.ranks.world import World
+for turn in range(3):
+    world = World.join(timeout_s=40.0)
+    if world.rank == turn % 2:
+        time.sleep(0.3)  # one rank after the other is late, also in leaving
+    print(world.share([turn, world.rank]), flush=True)
+    if world.rank == turn % 2:
+        time.sleep(0.3)
+    world.close()
+"""
+
+
+def test_ranks_of_one_launcher_meet_again_at_the_same_port() -> None:
+    """As an engine after another does in the same processes under mpirun or SLURM."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(2):
+        env = os.environ | {
+            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OUTCORE_SECRET": "0123456789abcdef" * 4,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        }  # fmt: skip
+        words = [sys.executable, "-c", TWICE]
+        started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for process in started:
+        said, _ = process.communicate(timeout=120.0)
+        assert process.returncode == 0, said
+        assert said.split("\n")[:3] == [str([[turn, 0], [turn, 1]]) for turn in range(3)]
+
+
+def test_a_store_that_is_taken_over_goes_on() -> None:
+    secret = new_secret()
+    server = StoreServer(secret).start()
+    client = StoreClient(secret, server.address, server.port, timeout_s=20.0)
+    client.set("a", "1")
+    closing = threading.Thread(target=server.close, args=(20.0,))
+    closing.start()  # waits, since somebody is connected
+    assert server.take_over()
+    client.close()
+    closing.join(20.0)
+    again = StoreClient(secret, server.address, server.port, timeout_s=20.0)
+    assert again.get("a") == b"1"
+    again.close()
+    server.close()
+    assert not server.take_over()

@@ -1,0 +1,71 @@
+"""What a rank's part takes beyond its share, and that predictions count it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.measured.measure import measure
+from outcore.errors import PlanError
+from outcore.machine import known
+from outcore.machine.link import Link
+from outcore.machine.machine import Machine
+from outcore.planner.pipeline.plan_job import links_of, weights_on
+from outcore.spatial.part_costs import PartCosts, measure_part
+from outcore.spatial.timeline import predict_timeline
+
+
+def _job(head: nn.Module | None = None) -> outcore.Job:
+    def model() -> nn.Module:
+        layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)]
+        return nn.Sequential(*([head] if head is not None else []), *layers)
+
+    return outcore.Job(model=model, batch=lambda n: (torch.randn(n, 3, 24, 20), torch.randn(n, 2, 24, 20)), size=1)
+
+
+def _machine(link: Link) -> Machine:
+    one = known()
+    return replace(one, devices=one.devices[:1] * 2, between_devices=link)
+
+
+def test_every_node_of_a_part_is_measured() -> None:
+    job = _job()
+    graph = job.capture(1)
+    costs = measure(graph, "cpu", time_limit_s=2.0)
+    where = _machine(Link.symmetric(bandwidth_bytes_per_s=1e9))
+    found = measure_part(job, (1, 2), costs=costs, machine=where, steps=3)
+    assert len(found.forward_s) == len(graph.calls) + 1  # the statistics of the norm are a node of their own
+    assert found.backward_s.keys() <= found.forward_s.keys() and found.exchange_s[0] > 0
+
+
+def test_what_a_part_takes_beyond_its_share_is_in_the_prediction() -> None:
+    job = _job()
+    graph = job.capture(1)
+    where = _machine(Link.symmetric(bandwidth_bytes_per_s=1e12))
+    weights, links = weights_on(where, graph), links_of(where)
+    plan = outcore.spatial.plan_grid(job, (1, 2), machine=where)
+    first = next(iter(graph.values[v].name for v in graph.calls["0#0"].outputs))
+    plain = predict_timeline(plan, graph, weights, links).step_s
+    parts = PartCosts({first: 0.5}, {first: 0.25}, (0.0, 0.0))
+    assert predict_timeline(plan, graph, weights, links, parts).step_s == pytest.approx(plain + 0.75, abs=1e-4)
+    dear = PartCosts(exchange_s=(1.0, 2.0))
+    kept = replace(plan, spatial={"grid": [1, 2]})
+    plain = predict_timeline(kept, graph, weights, links).step_s
+    assert predict_timeline(kept, graph, weights, links, dear).step_s == pytest.approx(plain + 3.0, abs=1e-4)
+    # So dear an exchange is not made: borders are computed on both sides.
+    assert outcore.spatial.plan_grid(job, (1, 2), machine=where, parts=dear).spatial["twice"]
+
+
+def test_a_network_that_cannot_be_split_has_no_part() -> None:
+    job = outcore.Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 2)),
+        batch=lambda n: (torch.randn(n, 3, 2, 2), torch.randn(n, 2)),
+        size=1,
+    )
+    costs = measure(job.capture(1), "cpu", time_limit_s=1.0)
+    with pytest.raises(PlanError, match="no part to measure"):
+        measure_part(job, (1, 2), costs=costs, machine=_machine(Link.symmetric(bandwidth_bytes_per_s=1e9)))
