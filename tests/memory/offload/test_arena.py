@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcore.planner.memory.machine_tier import HOST_SHARE
 
 from outcore.errors import OutcoreError
 from outcore.memory.offload import host_limit
 from outcore.memory.offload.arena import Arena, ArenaBlock
 from outcore.memory.offload.scratch_file import ScratchFile
+from outcore.planner.memory.copy_schedule import HOST_SHARE
 
 UNIT = 512
 

@@ -10,8 +10,6 @@ import pytest
 from outcore.errors import ProgramError
 from outcore.program import (
     Backward,
-    CopyIn,
-    CopyOut,
     Forward,
     Instruction,
     OptimizerStep,
@@ -149,27 +147,3 @@ def test_forwards_alone_are_a_program_and_frozen_stages_need_no_step() -> None:
     frozen = Stages.uniform(2)
     computes = (Forward(0, 0), Forward(1, 0), Backward(1, 0), Backward(0, 0))
     check(Program("frozen", (computes,)), frozen)
-
-
-OUT, IN = CopyOut(0, 0, 8), CopyIn(0, 0, 8)
-
-
-@pytest.mark.parametrize(
-    ("rows", "reason"),
-    [
-        ((Forward(0, 0), OUT, Backward(0, 0)), "it is never copied back for "),
-        ((Forward(0, 0), OUT, Backward(0, 0), IN), "be back before its backward"),
-        ((Forward(0, 0), IN, OUT, Backward(0, 0)), "must have been copied out before"),
-        ((OUT, Forward(0, 0), IN, Backward(0, 0)), "must have been saved by a forward before it"),
-        ((Forward(0, 0), IN, Backward(0, 0)), "must have been copied out before"),
-        ((Forward(0, 0), Backward(0, 0), OUT, IN), "for a backward after it"),
-    ],
-)
-def test_copies_are_out_and_back_between_forward_and_backward(rows: tuple[Instruction, ...], reason: str) -> None:
-    with pytest.raises(ProgramError, match=reason):
-        check(Program("by hand", (rows,)), Stages.uniform(1))
-
-
-def test_copies_are_made_by_the_rank_that_computes() -> None:
-    with pytest.raises(ProgramError, match="must have been saved by a forward before it"):
-        check(Program("elsewhere", ((Forward(0, 0), Backward(0, 0)), (OUT, IN))), Stages.uniform(1))

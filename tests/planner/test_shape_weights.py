@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from outcore.planner.pipeline.shape_weights import _flops, _trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import outcore
+from tests.planner.shape_weights import _flops, _trained
 
 
 class Attention(nn.Module):

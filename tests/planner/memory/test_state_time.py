@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from outcore.planner.memory.state_savings import _time_s
 
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.planner.memory.buckets import OffloadableParam, OffloadableParams
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.state_policy import StatePolicy
+from outcore.planner.memory.state_residency import _time_s
 
 PARAMETERS = OffloadableParams((OffloadableParam("a", 600), OffloadableParam("b", 400, trained=False)), {}, {})
 """1,000 bytes, 600 of them trained."""

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from outcore.cost.measured.shrink_call import smaller
 from torch import Tensor, nn
 
 import outcore
+from outcore.cost.measured.bench import smaller
 
 
 class Sum(nn.Module):
