@@ -13,7 +13,7 @@ cells they are recomputed from. A graph that is never differentiated takes its m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -145,40 +145,6 @@ class SavedHandle:
                 f"{list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
             )
         return self.tensor
-
-
-_ByCall = Mapping[int, Sequence[str]]
-"""Position of a call -> buffers."""
-
-
-class OffloadedBuffers:
-    """The buffers of one forward that were offloaded, as backward comes to them."""
-
-    def __init__(
-        self, length: int, released: Mapping[int, Sequence[str]], fetched: Mapping[int, Sequence[str]]
-    ) -> None:
-        self.position = length
-        """How far backward has come, in calls."""
-        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
-        self._released, self._fetched = released, fetched
-
-    def reached(self, position: int) -> None:
-        """Backward has come to a call: release and fetch what is due."""
-        if position >= self.position or not self.waiting:
-            return
-        for place in range(self.position, position - 1, -1):
-            for name in self._released.get(place, ()):
-                if (cell := self._waiting(name)) is not None:
-                    cell.left()
-            for name in self._fetched.get(place, ()):
-                if (cell := self._waiting(name)) is not None:
-                    cell.left()
-                    cell.fetch()
-        self.position = position
-
-    def _waiting(self, name: str) -> ReplayBuffer | None:
-        reference = self.waiting.get(name)
-        return reference() if reference is not None else None
 
 
 class ReplayBuffer:

@@ -21,7 +21,7 @@ from outcore.graph.record.recording import Step, Tape, fill
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
 from outcore.memory.replay.compile_policies import CompiledRecording
-from outcore.memory.replay.replay_buffer import Geometry, OffloadedBuffers, ReplayBuffer, SavedHandle, over
+from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, SavedHandle, over
 from outcore.memory.replay.replay_recompute import States, generator_states
 from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
@@ -33,7 +33,7 @@ _ORDINARY = (torch.Tensor, nn.Parameter)
 _NOTHING = contextlib.nullcontext()
 
 
-class ReplayPass(OffloadedBuffers):
+class ReplayPass:
     """What backward needs to know of one forward pass; lives as long as a cell of it."""
 
     def __init__(
@@ -45,7 +45,6 @@ class ReplayPass(OffloadedBuffers):
         perform: Callable[[Tape, Step], None] = Tape.step,
         keeper: StateOffloader | None = None,
     ) -> None:
-        super().__init__(len(compiled.positions), compiled.released_late, compiled.fetched)
         recording = compiled.recording
         self.compiled, self.model, self.tier, self.keeper = compiled, model, tier, keeper
         self.constants, self.geometry = recording.constants, compiled.geometry
@@ -55,6 +54,10 @@ class ReplayPass(OffloadedBuffers):
         """Call -> states of its generators before it."""
         self.statistics: dict[str, Statistics] = {}
         """Norm -> its statistics, for recomputing it."""
+        self.position = len(compiled.positions)
+        """How far backward has come."""
+        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
+        """Buffers that were offloaded."""
         self._tape = _Tape(self, given, perform if keeper is None else keeper.perform)
 
     def forward(self) -> Any:
@@ -84,6 +87,25 @@ class ReplayPass(OffloadedBuffers):
         if norm is None or (statistics := self.statistics.get(norm.call)) is None:
             return None
         return self.compiled.renorm.run(norm, values[norm.input], statistics)
+
+    def reached(self, position: int) -> None:
+        """Release and fetch what is due when backward has come to a call."""
+        if position >= self.position or not self.waiting:
+            return
+        compiled = self.compiled
+        for place in range(self.position, position - 1, -1):
+            for name in compiled.released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in compiled.fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def _cell(self, name: str) -> ReplayBuffer | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
 
 
 class _Tape(Tape):

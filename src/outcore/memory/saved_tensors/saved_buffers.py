@@ -22,7 +22,7 @@ from outcore.graph.structure import leaves
 from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
-from outcore.memory.replay.replay_buffer import Geometry, OffloadedBuffers, SavedHandle, over
+from outcore.memory.replay.replay_buffer import Geometry, SavedHandle, over
 from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, PolicyTable
 from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
@@ -39,12 +39,15 @@ _new: Any = tuple.__new__
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 
 
-class SavedBuffers(OffloadedBuffers):
+class SavedBuffers:
     """The buffers of one forward."""
 
     def __init__(self, table: PolicyTable, tier: Backend | None, keeper: StateOffloader | None) -> None:
-        super().__init__(table.length, table.released_late, table.fetched)
         self.table, self.tier, self.keeper = table, tier, keeper
+        self.position = table.length
+        """How far backward has come."""
+        self.waiting: dict[str, weakref.ref[SavedBuffer]] = {}
+        """Buffers that were offloaded."""
         self.at: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
         self.plan: CallPlan
@@ -56,6 +59,8 @@ class SavedBuffers(OffloadedBuffers):
         """Address of a storage -> cells that are made again from what is in it."""
         self._copying: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell whose copy out may be under way."""
+
+    # Forward
 
     def finish(self) -> None:
         """Forward is over: what the plan expected to leave at another call leaves now."""
@@ -300,6 +305,27 @@ class SavedBuffers(OffloadedBuffers):
                         reader.keep()
         if (copied := self._copying.pop(address, None)) is not None:
             copied.left()
+
+    # Backward
+
+    def reached(self, position: int) -> None:
+        """Backward has come to a call: release and fetch what is due."""
+        if position >= self.position or not self.waiting:
+            return
+        table = self.table
+        for place in range(self.position, position - 1, -1):
+            for name in table.released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in table.fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def _cell(self, name: str) -> SavedBuffer | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
 
 
 def unpack(packed: Any) -> torch.Tensor:
