@@ -17,7 +17,6 @@ from outcore.kernels.pool_window import NOWHERE, PoolWindow
 from outcore.ops.recompute_encode import POOLS
 from outcore.ops.registry import spatial_dims
 
-_SETTINGS = ("kernel_size", "stride", "padding", "dilation")
 _CHUNK = 2**14
 """Elements that are encoded at a time, to limit temporary memory."""
 
@@ -33,13 +32,6 @@ def window_of(call: Any, image: Sequence[int]) -> PoolWindow | None:
     kernel = wide(call["kernel_size"])
     stride = wide(call["stride"]) if call.get("stride") not in (None, ()) else kernel
     return PoolWindow(kernel, stride, wide(call.get("padding", 0)), wide(call.get("dilation", 1)), tuple(image))
-
-
-def pool_settings(module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The size of a pool's window and what goes with it, from the module or the arguments of the function."""
-    if module is not None:
-        return {name: getattr(module, name) for name in _SETTINGS}
-    return dict(zip(_SETTINGS, args[1:5], strict=False)) | dict(kwargs)
 
 
 def window_of_call(
@@ -58,7 +50,11 @@ def window_of_call(
     dims = spatial_dims(name)
     if args[0].dim() < dims:
         return None
-    window = window_of(pool_settings(module, args, kwargs), args[0].shape[-dims:])
+    if module is not None:
+        settings = {n: getattr(module, n) for n in ("kernel_size", "stride", "padding", "dilation")}
+    else:
+        settings = dict(zip(("kernel_size", "stride", "padding", "dilation"), args[1:5], strict=False)) | dict(kwargs)
+    window = window_of(settings, args[0].shape[-dims:])
     return window if window is not None and window.fits else None
 
 

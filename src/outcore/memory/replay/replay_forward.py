@@ -20,10 +20,9 @@ from outcore.cost.measured.trial_call import same_layout
 from outcore.graph.record.recording import Step, Tape, fill
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
-from outcore.memory.replay.compile_policies import CompiledRecording
+from outcore.memory.replay.compile_policies import CompiledRecording, ReplayBufferPlan
 from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, SavedHandle, over
 from outcore.memory.replay.replay_recompute import States, generator_states
-from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
 
 if TYPE_CHECKING:
@@ -119,6 +118,7 @@ class _Tape(Tape):
         """Runs one step; a caller that needs more done around it passes its own."""
         self.owner, self.compiled = owner, owner.compiled
         self.cells: dict[str, ReplayBuffer] = {}
+        self.plans: dict[str, ReplayBufferPlan] = {}
         self.at: dict[int, ReplayBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
         self.pending: list[SavedHandle] = []
@@ -145,7 +145,7 @@ class _Tape(Tape):
     def forget(self) -> None:
         """Drop all references, so that only autograd holds the cells (torch may hold the hooks, and with them this
         tape)."""
-        for table in (self.cells, self.at, self.values):
+        for table in (self.cells, self.at, self.plans, self.values):
             table.clear()
         self.pending.clear()
         self.hooks = _NOTHING  # they hold this tape
@@ -161,17 +161,16 @@ class _Tape(Tape):
             return
         if name in compiled.random:
             self.owner.states[name] = generator_states(*fill((step.args, step.kwargs), self.get))
-        plan = compiled.calls.get(name) or CallPlan(name, "", compiled.positions[name])
         drop, step_ = step.drop, step
-        if plan.born:  # its outputs must be seen before they are dropped
+        if name in compiled.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
         with self.hooks:
             self.perform(self, step_)
         if (norm := compiled.norms.get(name)) is not None:
             self.note(norm)
-        for buffer in plan.born.values():
-            self.bear(buffer)
-        if plan.stops:
+        for value, plan in compiled.births.get(name, ()):
+            self.bear(value, plan)
+        if name in compiled.stops:
             self.stop(step)
         if step_ is not step:
             for value in drop:
@@ -180,13 +179,13 @@ class _Tape(Tape):
             if value in compiled.noted and value not in compiled.geometry and value in self.values:
                 compiled.geometry[value] = Geometry.of(self.values[value])
         if self.pending:
-            self.settle(plan)
-        for leaving in plan.counted:
-            self.cells[leaving].count()
-        for leaving in plan.leaving:
-            self.leave(leaving)
-        for leaving in plan.released:
-            if (cell := self.cells.get(leaving)) is not None:
+            self.settle(name)
+        for buffer in compiled.counted.get(name, ()):
+            self.cells[buffer].count()
+        for buffer in compiled.leaving.get(name, ()):
+            self.leave(buffer)
+        for buffer in compiled.released.get(name, ()):
+            if (cell := self.cells.get(buffer)) is not None:
                 cell.left()
 
     def note(self, norm: BatchNormCall) -> None:
@@ -208,38 +207,33 @@ class _Tape(Tape):
             if value in self.values and (node := self.values[value].grad_fn) is not None:
                 node.register_prehook(reached)
 
-    def bear(self, plan: BufferPlan) -> None:
+    def bear(self, value: str, plan: ReplayBufferPlan) -> None:
         """Create the cell of a buffer that was just made."""
-        tensor = self.values[plan.name]
-        self.compiled.geometry.setdefault(plan.name, Geometry.of(tensor))
-        cell = self.cells[plan.name] = self.cell(plan)
+        tensor = self.values[value]
+        self.compiled.geometry.setdefault(value, Geometry.of(tensor))
+        cell = self.cells[value] = self.cell(plan)
+        self.plans[value] = plan
         cell.born(tensor)
         self.at[tensor.untyped_storage().data_ptr()] = cell
 
-    def cell(self, plan: BufferPlan) -> ReplayBuffer:
+    def cell(self, plan: ReplayBufferPlan) -> ReplayBuffer:
         """The cell of a plan."""
-        name, compiled = plan.name, self.compiled
-        again = compiled.again.get(name)
         cell = ReplayBuffer(
-            name,
+            plan.buffer,
             plan.policy,
             self.owner,
-            dependents=compiled.dependents.get(name, 0),
-            rerun=again.rerun if again is not None else None,
-            window=compiled.windows.get(name),
+            dependents=plan.dependents,
+            rerun=plan.rerun,
+            window=plan.window,
         )
         if plan.policy.offloads:
-            self.owner.waiting[name] = weakref.ref(cell)
+            self.owner.waiting[plan.buffer] = weakref.ref(cell)
         return cell
 
-    def sources(self, buffer: str) -> dict[str, ReplayBuffer]:
-        """The cells that a buffer is made again from, by value."""
-        again = self.compiled.again.get(buffer)
-        return {value: self.cells[source] for value, source in again.sources.items()} if again is not None else {}
-
-    def settle(self, call: CallPlan) -> None:
+    def settle(self, name: str) -> None:
         """Give the handles of a step to their cells."""
-        position, plans, shapes = call.position, call.derived, call.shape_only
+        position = self.compiled.positions[name]
+        plans, shapes = self.compiled.derived.get(name), self.compiled.shape_only.get(name, ())
         seen: dict[int, int] = {}
         made: dict[int, ReplayBuffer] = {}
         for handle in self.pending:
@@ -254,15 +248,15 @@ class _Tape(Tape):
                     handle.keep_shape(cell)
                 else:
                     handle.point_to(cell, position)
-            if plans:
+            if plans is not None:
                 place = seen.setdefault(address, len(seen))
                 plan = plans.get(place)
                 # What an operation derives is predicted on fake tensors; where it saves something else, that is kept.
                 if cell is None and plan is not None and self.as_predicted(plan, tensor):
                     if address not in made:
-                        made[address] = self.cells[plan.name] = self.cell(plan)
+                        made[address] = self.cells[plan.buffer] = self.cell(plan)
                         made[address].born(tensor)
-                        made[address].sources = self.sources(plan.name)
+                        made[address].sources = {value: self.cells[s] for value, s in plan.sources.items()}
                         made[address].version = handle.version
                     # Parts of one piece may count their versions each for itself (cuDNN's weights do).
                     version = made[address].version
@@ -272,21 +266,21 @@ class _Tape(Tape):
         for cell in made.values():
             cell.leave(self.owner.tier)
 
-    def as_predicted(self, plan: BufferPlan, tensor: torch.Tensor) -> bool:
+    def as_predicted(self, plan: ReplayBufferPlan, tensor: torch.Tensor) -> bool:
         """Whether a derived tensor is the one that was predicted, and can be restored as planned."""
         if tensor.untyped_storage().nbytes() != plan.bytes:
             return False
-        again, known = self.compiled.again.get(plan.name), self.compiled.like_source
-        if again is None:
+        if plan.rerun is None:
             return True
-        if plan.name not in known:
-            (value,) = (*again.sources, *again.inputs)
+        known = self.compiled.like_source
+        if plan.buffer not in known:
+            (value,) = (*plan.sources, *plan.inputs)
             source = self.owner.geometry.get(value) or Geometry.of(self.owner.inputs[value][0])
             cast = torch.empty_like(torch.empty_strided(source.size, source.stride, device="meta"))
             alike = tensor.shape == cast.shape and same_layout(cast.shape, tensor.stride(), cast.stride())
             flat = tensor.numel() == cast.numel() and tensor.is_contiguous() and cast.is_contiguous()
-            known[plan.name] = tensor.storage_offset() == 0 and (alike or flat)
-        return known[plan.name]
+            known[plan.buffer] = tensor.storage_offset() == 0 and (alike or flat)
+        return known[plan.buffer]
 
     def leave(self, buffer: str) -> None:
         """Handle a buffer after its last use in forward."""
@@ -296,7 +290,7 @@ class _Tape(Tape):
             if self.at.get(address) is cell:  # another may be there by now, where two calls were fused
                 del self.at[address]
         # Only now: what is written into it in place may be made after it was.
-        cell.sources = self.sources(buffer)
+        cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}
         cell.leave(self.owner.tier)
 
 

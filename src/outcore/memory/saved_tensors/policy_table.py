@@ -22,11 +22,10 @@ from outcore.graph.naming import kind_of, paths
 from outcore.graph.parts import BlockKind
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
-from outcore.memory.offload.arena import Arena
+from outcore.memory.replay.compile_policies import room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
-from outcore.ops.recompute_encode import held_bytes
 from outcore.planner.memory.chunked_region import ChunkedRegion
-from outcore.program.policies import KEEP, Policy, Recompute
+from outcore.program.policies import KEEP, Keep, Policy, Recompute
 from outcore.program.script import Script, ScriptLayout, layout_of
 
 
@@ -145,45 +144,39 @@ def compile_policies(
         reassociated: whether results may differ by rounding.
         chunked: the last layer and its loss, where they run in chunks.
     """
-    compiler = _Compiler(graph, buffers, layout_of(*script))
+    compiler = _Compiler(graph, model, buffers, layout_of(*script))
     if chunked is not None:
         compiler.at(chunked.head).rows_per_chunk = chunked.rows_per_chunk
-    return compiler.table(model, reassociated)
+    return compiler.table(reassociated)
 
 
-class CallPlans:
-    """Goes through the policies of a network once, and notes what happens at each call."""
+class _Compiler:
+    """Goes through the policies once."""
 
-    def __init__(self, graph: Graph, buffers: Mapping[str, Buffer], layout: ScriptLayout) -> None:
-        self.graph, self.buffers, self.layout = graph, buffers, layout
+    def __init__(
+        self,
+        graph: Graph,
+        model: nn.Module,
+        buffers: Mapping[str, Buffer],
+        layout: ScriptLayout,
+    ) -> None:
+        self.graph, self.model, self.buffers = graph, model, buffers
         self.order = list(graph.calls)
         self.positions = {name: i for i, name in enumerate(self.order)}
+        self.layout = layout
         self.calls: dict[str, CallPlan] = {}
-        self.planned: dict[str, Policy] = dict(layout.policies)
-        """Buffer -> its policy; those that are kept are among them where a backward needs no more than their shape."""
-        self.offloaded_bytes = 0
-        for name in self.planned:
+        self.bytes = 0
+        for name in layout.policies:
             if name not in buffers:
                 raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
+        planned = dict(layout.policies)
         for buffer in buffers.values():
             if buffer.kind == "value" and buffer.shapes:
-                self.planned.setdefault(buffer.name, KEEP)
-        for name, how in self.planned.items():
-            self.add(buffers[name], how)
-        for call, names in layout.released_after.items():
-            self.at(call).released += names
-        for call in (*layout.released_before, *layout.fetched_before):
-            self.at(call).stops = True
-
-    @property
-    def released_late(self) -> dict[int, tuple[str, ...]]:
-        """Position -> buffers whose copy out must be over before its backward."""
-        return {self.positions[call]: tuple(names) for call, names in self.layout.released_before.items()}
-
-    @property
-    def fetched(self) -> dict[int, tuple[str, ...]]:
-        """Position -> buffers that start to come back before its backward."""
-        return {self.positions[call]: tuple(names) for call, names in self.layout.fetched_before.items()}
+                planned.setdefault(buffer.name, KEEP)
+        for name, how in planned.items():
+            if not isinstance(how, Keep) or buffers[name].shapes:  # what others are made from is held by them
+                self.add(buffers[name], how)
+        self.copies()
 
     def at(self, call: str | int) -> CallPlan:
         """The plan of a call."""
@@ -195,13 +188,14 @@ class CallPlans:
 
     def add(self, buffer: Buffer, how: Policy) -> None:
         """One buffer with its policy."""
-        plan = BufferPlan(buffer.name, how, buffer.bytes, self.copied(buffer, how))
+        copied = self.argument(buffer) if buffer.copy_of and isinstance(how, Recompute) else ""
+        plan = BufferPlan(buffer.name, how, buffer.bytes, copied)
         maker = self.at(buffer.born)
         if buffer.kind == "derived":
             maker.derived[int(buffer.name.rpartition("~")[2])] = plan
             maker.windows |= how.codec == "window"
         else:
-            path = buffer.name.removeprefix(f"{maker.name}:")  # of another call where that was merged into this one
+            path = buffer.name[len(maker.name) + 1 :]
             maker.born["" if path == "out" else path] = plan
             self.at(self.layout.leaves_after.get(buffer.name, self.order[buffer.last])).leaving.append(buffer.name)
             if how.codec == "sparse" and buffer.done < buffer.last:
@@ -216,25 +210,26 @@ class CallPlans:
                 if self.positions[writer] == buffer.born or self.graph.calls[writer].mutates:
                     self.at(writer).records = True
         if how.offloads:
-            self.offloaded_bytes += room_below(buffer, how)
+            self.bytes += room_below(buffer, how)
 
-    def copied(self, buffer: Buffer, how: Policy) -> str:
-        """The path of the argument that a derived tensor is a copy of, if it is made again from that."""
-        if not buffer.copy_of or not isinstance(how, Recompute):
-            return ""
+    def copies(self) -> None:
+        """Where copies out must be over, and where copies back start."""
+        for call, names in self.layout.released_after.items():
+            self.at(call).released += names
+        for call in (*self.layout.released_before, *self.layout.fetched_before):
+            self.at(call).stops = True
+
+    def argument(self, buffer: Buffer) -> str:
+        """The path of the argument that a derived tensor is a copy of."""
         assert self.graph.executable is not None
         call = self.order[buffer.born]
         step = next(s for s in self.graph.executable[1].steps if s.name == call)
         found = leaves((step.args, step.kwargs), Ref)
         return next(path for path, ref in found if ref.kind == "value" and ref.name == buffer.copy_of)
 
-
-class _Compiler(CallPlans):
-    """Arranges the plans of calls by module, as a running forward meets them."""
-
-    def table(self, model: nn.Module, reassociated: bool) -> PolicyTable:
+    def table(self, reassociated: bool) -> PolicyTable:
         """Everything by the module in which it happens."""
-        named = paths(model)
+        named = paths(self.model)
         nodes = {
             path: ModulePlans(module, path, kind_of(module) if path else "container") for module, path in named.items()
         }
@@ -256,15 +251,8 @@ class _Compiler(CallPlans):
             nodes={id(module): nodes[path] for module, path in named.items()},
             calls=self.calls,
             length=len(self.order),
-            released_late=self.released_late,
-            fetched=self.fetched,
+            released_late={self.positions[k]: tuple(v) for k, v in self.layout.released_before.items()},
+            fetched={self.positions[k]: tuple(v) for k, v in self.layout.fetched_before.items()},
             renorm=BatchNormRecompute(reassociated),
-            offloaded_bytes=self.offloaded_bytes,
+            offloaded_bytes=self.bytes,
         )
-
-
-def room_below(buffer: Buffer, policy: Policy) -> int:
-    """Bytes that a buffer takes where it goes: whole, or the two or three pieces of its smaller form."""
-    if not policy.codec:
-        return Arena.rounded(buffer.bytes)
-    return Arena.rounded(held_bytes(buffer, policy.codec)[0]) + 2 * Arena.rounded(1)
