@@ -62,6 +62,23 @@ def test_gradients_are_those_of_the_whole_batch(kept: int) -> None:
     assert len(calls) == 4  # once for each parameter
 
 
+def test_results_without_gradients_have_none_and_a_graph_can_be_kept() -> None:
+    model, plain = Two().double(), Two().double()
+    plain.load_state_dict(model.state_dict())
+    given = (torch.randn(12, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64))
+    for each, out in (
+        (model, MicroBatches(4, lambda: 1).run(model.forward, model, given, {})),
+        (plain, plain(*given)),
+    ):
+        assert out["result"].requires_grad and not out["hidden"].requires_grad
+        total = out["result"].square().sum()
+        total.backward(retain_graph=True)
+        total.backward()
+        assert each.first.weight.grad is not None
+    for one, two in zip(_gradients(model), _gradients(plain), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
 def test_hooks_on_parameters_see_the_gradients_of_the_whole_batch() -> None:
     model, samples = nn.Linear(8, 4), torch.randn(12, 8)
     seen: list[Tensor] = []

@@ -17,6 +17,7 @@ run whole.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ class _Call:
         if any(not t.dim() or t.shape[0] != self.division.size for t in found):
             raise OutcoreError("a result that is not one of every sample cannot be put together from micro-batches")
         if self.like is None:
-            self.like = substitute(output, torch.Tensor, torch.Tensor.detach)
+            self.like = substitute(output, torch.Tensor, lambda t: t.new_empty(0))
         return found, inputs
 
 
@@ -122,7 +123,8 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, trained: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         whole: list[torch.Tensor] = []
-        ctx.call, ctx.trained, ctx.kept, ctx.drawn = call, trained, {}, {}
+        ctx.call, ctx.trained, ctx.kept, ctx.drawn = call, trained, {}, []
+        constant: list[bool] = []
         for number in range(call.parts):
             drawn = _random_state(call.device)
             found, inputs = call.results(number)
@@ -131,12 +133,13 @@ class _InParts(torch.autograd.Function):
             size = call.division.size
             for place, t in zip(whole, found, strict=True):
                 place.narrow(0, number * size, size).copy_(t.detach())
+            ctx.drawn.append(drawn)
             if number >= call.parts - call.division.kept():
                 ctx.kept[number] = found, inputs
-            else:
-                ctx.drawn[number] = drawn
+            constant = [not t.requires_grad for t in found]
             del found, inputs
-        ctx.mark_non_differentiable(*(t for t in whole if not t.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*itertools.compress(whole, constant))
         ctx.save_for_backward(*tensors)
         return tuple(whole)
 
