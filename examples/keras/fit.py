@@ -2,9 +2,11 @@
 
 import argparse
 
-import outcore  # isort: skip
-import job
-import keras
+import outcore
+
+keras = outcore.keras.require_keras()  # loads Triton before TensorFlow, which has to be second
+
+import job  # noqa: E402
 
 
 def main() -> None:

@@ -94,6 +94,7 @@ case("layernorm-bare", image(6, 5), lambda: L.LayerNormalization(center=False, s
 case("layernorm-scale", image(6, 5), lambda: L.LayerNormalization(center=False), lambda: L.Dense(3))
 case("groupnorm", image(9, 8, 6), lambda: L.GroupNormalization(3))
 case("groupnorm-instance", image(9, 8, 6), lambda: L.GroupNormalization(-1, center=False))
+case("groupnorm-shift", image(9, 8, 6), lambda: L.Conv2D(6, 1), lambda: L.GroupNormalization(3, scale=False))
 case("rmsnorm", image(7, 6), lambda: L.RMSNormalization())
 case("unitnorm", image(7, 6), lambda: L.Dense(4), lambda: L.UnitNormalization())
 case("rescaling", image(), lambda: L.Rescaling(1 / 127.5, -1), lambda: L.Conv2D(2, 3))

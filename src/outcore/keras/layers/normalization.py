@@ -149,12 +149,16 @@ def _unit_norm(layer: Any, site: Site) -> Part:
 class GroupNorm(nn.GroupNorm):
     """`nn.GroupNorm` of values in the usual order of memory.
 
-    On a CPU, torch's backward ends the process for channels-last memory where the input needs no gradient.
+    On a CPU, torch's backward ends the process for channels-last memory where the input needs no gradient. It fails for
+    a shift without a scale.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Copy if need be, then normalize."""
-        return super().forward(x.contiguous())
+        weight: torch.Tensor | None = self.weight
+        if weight is None and self.bias is not None:
+            weight = torch.ones_like(self.bias)
+        return F.group_norm(x.contiguous(), self.num_groups, weight, self.bias, self.eps)
 
 
 @converts("layers.GroupNormalization")
