@@ -48,8 +48,8 @@ def test_a_loss_of_torch_shows_no_file_of_ours(tmp_path: Path) -> None:
         "def loss(output, target):\n    return F.cross_entropy(output, target)", "loss = F.cross_entropy"
     )
     assert own != SMALL
-    shown = profile(Job.load(str(write(tmp_path, own))), parse("v100").devices[0])
-    assert [file.path.name for file in source_files(shown.graph, shown.costs)] == ["job.py"]
+    shown = profile(Job.load(str(write(tmp_path, own, "own.py"))), parse("v100").devices[0])
+    assert [file.path.name for file in source_files(shown.graph, shown.costs)] == ["own.py"]
 
 
 def test_the_files_come_with_their_text(shown: Profile) -> None:

@@ -25,6 +25,7 @@ RULES = (
     "cost/predicted/memory_traffic.py",
     "memory/saved_tensors/layer_functions.py",
     "compiled/times/node_times.py",
+    *("compiled/micro_batch/sample_rules.py", "compiled/micro_batch/sample_wise.py"),
     "scan/study/sparsity.py",
     "scan/study/jacobians.py",
 )

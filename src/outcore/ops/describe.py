@@ -57,7 +57,7 @@ def describe(type_: str) -> OperationFacts:
     facets = _facets()
     op = find(type_)
     if op is None:
-        raise OutcoreError(f"no operation is recorded as {type_!r}; outcore.ops.registry lists those that are known")
+        raise OutcoreError(f"no operation is recorded as {type_!r}; outcore.ops.catalogue lists those that are known")
     return OperationFacts(op, {name: _words(op.facts.get(name)) for name in facets})
 
 
