@@ -72,6 +72,7 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+import_module("outcore.load_order").watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,8 @@ from torch import nn
 from outcore.errors import CaptureError, JobError, ModelError, suggest
 from outcore.graph import Graph, capture
 from outcore.graph.source import blame
-from outcore.keras.installed import as_module, repeatable, settle_triton
+from outcore.keras.installed import as_module, repeatable
+from outcore.load_order import settle_triton
 
 _EXAMPLE = """\
 def model():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 import outcore.keras
 from outcore.errors import ModelError
-from outcore.keras.installed import settle_triton
+from outcore.load_order import settle_triton
 
 
 def test_importing_outcore_does_not_import_keras() -> None:
@@ -30,3 +31,15 @@ def test_triton_is_kept_out_of_a_process_that_has_tensorflow(monkeypatch: pytest
     settle_triton()
     blocked = sys.modules.pop("triton")
     assert blocked is None
+
+
+def test_triton_is_loaded_before_tensorflow() -> None:
+    code = (
+        "import outcore, sys; import tensorflow; "
+        "found = [name for name in sys.modules if name in ('triton', 'tensorflow')]; "
+        "import torch; torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1); print(found)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    has_triton = importlib.util.find_spec("triton") is not None
+    assert shown.stdout.split("\n")[-2] == str(["triton", "tensorflow"] if has_triton else ["tensorflow"])

@@ -6,19 +6,13 @@ asking for its class in the modules that are loaded is enough.
 Keras draws the seeds of its initial weights from Python's `random`, and numbers its layers for as long as the process
 lives. Two builds of a job have to be the same: `repeatable` makes seeds follow torch's and names begin anew.
 
-Triton and TensorFlow each bring a copy of LLVM, and a process that loads Triton after TensorFlow ends with a
-segmentation fault; torch loads Triton as soon as an optimizer is made. The other order works. So Triton is loaded
-first wherever outcore is the one who loads Keras, and kept out where TensorFlow is there already.
+Triton is loaded before TensorFlow, or not at all (`outcore.load_order`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.util
-import os
 import random
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,26 +21,9 @@ from typing import Any
 import torch
 
 from outcore.errors import ModelError
+from outcore.load_order import settle_triton
 
-__all__ = ["as_module", "is_keras", "is_keras_2", "on_tensorflow", "repeatable", "require_keras", "settle_triton"]
-
-
-def settle_triton(source: str = "keras") -> None:
-    """Load Triton before TensorFlow is, or keep it from being loaded after it.
-
-    Args:
-        source: Python text that is about to run; nothing is loaded for one that speaks of neither.
-    """
-    named = re.search(r"\b(keras|tensorflow)\b", source) is not None
-    if named:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors, not what the processor can do
-    if "triton" in sys.modules:
-        return
-    if "tensorflow" in sys.modules:
-        sys.modules["triton"] = None  # type: ignore[assignment]  # importing it is an ImportError from now on
-    elif named and importlib.util.find_spec("tensorflow") is not None:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("triton")
+__all__ = ["as_module", "is_keras", "is_keras_2", "on_tensorflow", "repeatable", "require_keras"]
 
 
 settle_triton(source="")
