@@ -79,6 +79,23 @@ def test_results_without_gradients_have_none_and_a_graph_can_be_kept() -> None:
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
+def test_an_argument_that_is_one_number_gets_its_gradient() -> None:
+    class Scaled(nn.Module):
+        """A layer times a number."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.layer(x) * scale  # type: ignore[no-any-return]
+
+    model, samples, scale = Scaled(), torch.randn(6, 8), torch.tensor(2.0, requires_grad=True)
+    MicroBatches(2, lambda: 1).run(model.forward, model, (samples, scale), {}).sum().backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad, model.layer(samples).sum())
+
+
 def test_hooks_on_parameters_see_the_gradients_of_the_whole_batch() -> None:
     model, samples = nn.Linear(8, 4), torch.randn(12, 8)
     seen: list[Tensor] = []

@@ -20,7 +20,7 @@ from outcore.compiled.compiled_forward import CompiledForward, Entry
 from outcore.compiled.in_place import forward_of, install
 from outcore.compiled.lifetimes import StepOfGraph
 from outcore.compiled.micro_batch.micro_batches import MicroBatches, divisors
-from outcore.compiled.pieces import Piece
+from outcore.compiled.pieces import Piece, PieceChooser
 from outcore.compiled.plan import CompiledPlan
 from outcore.compiled.room import Room
 from outcore.compiled.settings import CompileSettings, Parts
@@ -54,6 +54,7 @@ class ForwardInParts(CompiledForward):
         self.not_kept = 0
         """Parts that would be kept by prediction, and are not."""
         self.left: int | None = None
+        """For the values of a part, of the call that was compiled last."""
 
     @property
     def parts(self) -> Parts:
@@ -106,23 +107,24 @@ class ForwardInParts(CompiledForward):
         count, trains, chooser = batch // self._size, torch.is_grad_enabled(), entry.chooser
 
         def kept() -> int:
-            return self._kept(chooser.pieces or chooser.known, count) if trains else 0
+            return self._kept(chooser, count) if trains else 0
 
         return MicroBatches(self._size, kept).run(entry.run, self.model, args, kwargs)
 
-    def _kept(self, pieces: list[Piece], count: int) -> int:
+    def _kept(self, chooser: PieceChooser, count: int) -> int:
         """Parts whose values for backward there is room for."""
-        return self._keeps([piece.chosen for piece in pieces], count) if pieces else 0
+        pieces = chooser.pieces or chooser.known
+        return self._keeps([piece.chosen for piece in pieces], count, chooser.budget_bytes) if pieces else 0
 
-    def _keeps(self, points: list[StepOfGraph], count: int) -> int:
-        if self.left is None:
+    def _keeps(self, points: list[StepOfGraph], count: int, left: int | None) -> int:
+        if left is None:
             return count
-        more = (self.left - super()._reserved(points)) // max(1, sum(p.forward_bytes for p in points))
+        more = (left - super()._reserved(points)) // max(1, sum(p.forward_bytes for p in points))
         return max(0, min(count, 1 + max(0, more)) - self.not_kept)
 
     def _reserved(self, points: list[StepOfGraph]) -> int:
         """What is reserved for the values of a step, all parts together."""
-        kept = max(0, self._keeps(points, self.parts.number) - 1)
+        kept = max(0, self._keeps(points, self.parts.number, self.left) - 1)
         held = self.parts.held_bytes + kept * sum(p.forward_bytes for p in points)
         return super()._reserved(points) + held
 
@@ -133,7 +135,7 @@ class ForwardInParts(CompiledForward):
         budget = self.settings.budget_bytes
         for _ in range(_FEWER if budget is not None else 0):
             pieces = entry.chooser.pieces or entry.chooser.known
-            kept = self._kept(pieces, self.parts.number)
+            kept = self._kept(entry.chooser, self.parts.number)
             own = self.room(args, kwargs).own_bytes
             over = own + tried.needed_bytes - budget if tried.taken_bytes is not None else budget // 4  # type: ignore[operator]
             if over <= 0 or kept == 0:
@@ -147,7 +149,7 @@ class ForwardInParts(CompiledForward):
         """What was chosen, and what it takes."""
         plan, parts = super().plan_of(pieces, room), self.parts
         points = [piece.chosen for piece in pieces]
-        kept = self._keeps(points, parts.number)
+        kept = self._keeps(points, parts.number, self.left)
         again_s = (parts.number - kept) * sum(p.forward_s for p in points)
         return replace(
             plan,

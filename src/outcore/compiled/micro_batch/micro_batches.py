@@ -91,13 +91,16 @@ class _Call:
     def parts(self) -> int:
         return self.batch // self.division.size
 
+    def divides(self, tensor: torch.Tensor) -> bool:
+        """Whether an argument holds samples."""
+        return tensor.dim() > 0 and tensor.shape[0] == self.batch
+
     def part(self, number: int) -> tuple[Any, list[torch.Tensor]]:
         """The arguments of a part, and those of them that get gradients."""
         size, inputs = self.division.size, []
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.dim() and tensor.shape[0] == self.batch
-            piece = tensor.detach().narrow(0, number * size, size) if own else tensor.detach()
+            piece = tensor.detach().narrow(0, number * size, size) if self.divides(tensor) else tensor.detach()
             if tensor.requires_grad:
                 inputs.append(piece.requires_grad_())
             return piece
@@ -171,7 +174,7 @@ class _InParts(torch.autograd.Function):
             for place, gradient in enumerate(made[len(parameters) :]):
                 if gradient is None:
                     continue
-                if given[place].shape[0] != call.batch:
+                if not call.divides(given[place]):
                     here = whole[place]
                     whole[place] = gradient if here is None else here.add_(gradient)
                     continue
