@@ -128,6 +128,24 @@ def test_what_cannot_be_compiled_is_managed_without_and_says_so(capsys: pytest.C
     model(torch.randn(2, 4)).sum().backward()
 
 
+def test_what_has_no_room_compiled_is_managed_without_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        refused = PlanError("a compiled training step cannot be done within 1 MiB")
+        refused.least_bytes = 2**40
+        raise refused
+
+    monkeypatch.setattr("outcore.one_device.within.compile_model", refuse)
+    model, images = chain(2), torch.randn(64, 64, dtype=torch.float64)
+    outcore.within(model, (images,), memory="90%", compile=True, optimizer=0.0)
+    assert "managed call by call instead" in capsys.readouterr().err
+    assert isinstance(outcore.memory_plan(model), MemoryPlan)
+    with pytest.raises(PlanError) as refused:  # the smaller of both
+        outcore.within(model, (images,), memory=1000, compile=True, optimizer=0.0, quiet=True)
+    assert refused.value.least_bytes is not None and refused.value.least_bytes < 2**40
+
+
 def test_a_model_that_the_user_compiled_is_planned_anew() -> None:
     model, images = chain(2), torch.randn(8, 64, dtype=torch.float64)
     plain = copy.deepcopy(model)
