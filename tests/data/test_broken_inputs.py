@@ -82,10 +82,12 @@ def try_all(folder: Path, form: str, seeds: range) -> dict[str, int]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_few_of_each(tmp_path: Path, form: str) -> None:
-    print(form, try_all(tmp_path, form, range(12)))
+    assert sum(try_all(tmp_path, form, range(12)).values()) == 12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_many_of_each(tmp_path: Path, form: str) -> None:
-    print(form, try_all(tmp_path, form, range(1000, 1500)))
+    outcomes = try_all(tmp_path, form, range(1000, 1500))
+    print(form, outcomes)
+    assert sum(outcomes.values()) == 500

@@ -1,4 +1,4 @@
-"""What an editor is told of a job's lines, without an editor: facts of a file, and of a session what still holds."""
+"""What an editor is told of a job's lines, without an editor: facts of a file, and which still hold after an edit."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Before a function runs, Grappler rewrites its graph. That changes what is held: of a product of three factors, two of
 which are known in forward, it may take those two first, by the order of the operations' *names*; in a vision
 transformer this makes one score matrix more for every layer, held from forward to backward. So the memory of a step is
-read off the rewritten graph. Nothing is run for it; Grappler is given the traced graph as a session would give it.
+read off the rewritten graph. Nothing is run for it; Grappler is given the traced graph as TensorFlow would.
 
 Functions that operations call (the loops of recurrent layers) are not found again in the rewritten graph; a graph with
 such calls is taken as it was traced.
