@@ -134,7 +134,9 @@ class Tests:
         block = f"{mutant.file}:{reach.block_at(words, mutant.start)}"
         able = self.reach.tests.get(block, set())
         if not able and mutant.package == "kernels":  # Triton's interpreter reads a kernel's source by itself
-            able = set().union(*(tests for name, tests in self.reach.tests.items() if name.startswith(mutant.file)))
+            files = reach.importers(self.tree / "src" / "outcore", mutant.file)
+            able = {t for name, tests in self.reach.tests.items() if name.partition(":")[0] in files for t in tests}
+            able = {t for t in able if t.startswith(KERNELS)}
         times, chosen, total = self.reach.seconds, list[str](), 0.0
         own = {name for name in able if name.startswith(f"tests/{mutant.package}/")}
         for names, limit in ((own, seconds / 2), (able, seconds)):
