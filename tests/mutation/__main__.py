@@ -30,6 +30,8 @@ from tests.mutation.trial import ROOT, Tests
 
 IMPORTED = "torch torch._dynamo torch.distributed pytest numpy scipy.optimize scipy.sparse sympy typer rich".split()
 """What takes seconds to import and is no part of what is tested: forks have it."""
+_LATE_S = 60.0
+"""So long after its time a process may be busy with a last file of tests, or a last mutant."""
 ENDS = ("killed", "survived", "unreached")
 
 
@@ -67,9 +69,13 @@ def started(processes: int, minutes: float, out: Path, arguments: list[str]) -> 
     outs = [out.with_name(f"{out.name}-{number}") for number in range(processes)]
     for more, share in ((["--watch"], 0.5), (["--claims", str(claims)], 1.0)):
         left = max(minutes * share - (time.monotonic() - began) / 60, 0.0)
-        command_of = [[*command, *more, "--minutes", str(left), "--out", str(one)] for one in outs]
-        for child in [subprocess.Popen(words, cwd=ROOT) for words in command_of]:
-            child.wait()
+        commands = [[*command, *more, "--minutes", str(left), "--out", str(one)] for one in outs]
+        end = time.monotonic() + 60 * left + _LATE_S
+        for child in [subprocess.Popen(words, cwd=ROOT) for words in commands]:
+            try:
+                child.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
         print(f"{time.monotonic() - began:.0f} s: {more[0]} has ended", flush=True)
     with out.with_suffix(".jsonl").open("a") as gathered:
         for rows in (one.with_suffix(".jsonl") for one in outs):
