@@ -82,6 +82,20 @@ def test_the_command_draws_all_forms(tmp_path: Path) -> None:
         shown = outcore_command("graph", *network, *more, folder=tmp_path)
         assert shown.returncode == 0, shown.stderr
         ElementTree.fromstring((tmp_path / "g.svg").read_text())
+    shades = {}
+    graph = unet(4)
+    policy = {"encoder1.0#0:out": "offload"}
+    Plan(graph=graph.fingerprint, stages=(("",),), policy=policy).save(tmp_path / "plan.json")
+    for shade, said in (
+        ("time", "time of forward and backward: 0 to"),
+        ("memory", "memory kept for backward: 0 to"),
+        ("plan.json", "memory that the plan does not keep: 0 to"),
+    ):
+        more = ["--form", "landscape", "--shade", shade, "--on", "a100"]
+        assert outcore_command("graph", *network, *more, folder=tmp_path).returncode == 0
+        shades[shade] = (tmp_path / "g.svg").read_text()
+        assert said in shades[shade] and ">UNet<" in shades[shade]
+    assert len({re.sub("[a-z :]+0 to.*", "", picture) for picture in shades.values()}) == 3
     assert outcore_command("graph", *network, "--form", "round", folder=tmp_path).returncode == 2
     assert outcore_command("graph", *network, "--shade", "time", folder=tmp_path).returncode == 2
 

@@ -80,7 +80,7 @@ def test_a_store_that_does_not_answer_is_the_fault_of_the_rank_that_runs_it() ->
 
 def test_one_that_has_left_is_waited_for_a_little_while() -> None:
     heard = Heard({"left": True})
-    for _ in range(faults.LEFT_LOOKS):
+    for _ in range(1 + faults.LEFT_LOOKS):
         heard.look()
     with pytest.raises(ConnectionError, match="rank 1 has left"):
         heard.look()
