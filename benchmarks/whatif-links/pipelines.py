@@ -173,7 +173,7 @@ def predicted(network: str, schedule: Any, machine: Any, costs: Costs) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("links", type=int, nargs="*", default=list(range(len(LINKS))))
+    parser.add_argument("links", type=int, nargs="*")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--link", help="what one of two ranks measures is written there")
     parser.add_argument("--worker", nargs=2, help="the plans that a rank trains by, and where it writes")
@@ -191,7 +191,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / f"{datetime.date.today()}-pipelines.json"
-    for number in given.links:
+    if given.links and path.exists():  # the others are there
+        rows = json.loads(path.read_text())["rows"]
+    for number in given.links or range(len(LINKS)):
         try:
             rows += measured(*LINKS[number], costs)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # the other links are still worth having

@@ -1,8 +1,8 @@
 """One rank of a training over a real link: steps alone, of DDP and of FSDP2 in turn. Started by run.py, in a namespace.
 
 A machine that others use too changes its speed within seconds. So the three ways of training are stepped in turn, with
-probes of the link in the same rounds: the collectives that training uses, in four sizes, with what each takes of the
-processor (the process's own time) beside what it takes in all.
+probes of the link in the same rounds: the collectives that training uses, in four sizes, each after some computing,
+with what it takes of the processor (the process's own time) beside what it takes in all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from networks import NETWORKS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import conv2d as conv
 
 STRATEGIES = ("data_parallel", "sharded")
 
@@ -42,7 +43,7 @@ def main() -> None:
                 times[name].append(timed(step))
             for name, probe in PROBES.items():  # in three rounds: large ones take long over slow links
                 if number in (0, 1, (rounds + 1) // 2, rounds):
-                    times[name].append(timed(probe))
+                    times[name].append(timed(probe, after=busy))
         found[network] = {
             name: {
                 "step_s": statistics.median(wall for wall, _ in took[1:]),
@@ -57,9 +58,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of a call that all ranks begin together, and how long this process had a core meanwhile."""
+def timed(call: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+    """Seconds of a call, and how long this process had a core meanwhile; `after` what all ranks begin together."""
     dist.barrier()
+    after()
     start, own = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - start, time.process_time() - own
@@ -88,6 +90,12 @@ def stepped(network: str, strategy: str) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def busy() -> None:
+    """Some milliseconds of computing, as between the collectives of a step: ranks do not come to the next one at the
+    same moment, and nothing that it needs is in a cache."""
+    conv(torch.zeros(2, 3, 64, 64), torch.zeros(64, 3, 7, 7))
 
 
 def all_reduce(nbytes: int) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import outcore
 from outcore.errors import WhatIfError
 from outcore.machine import Device, parse
 from outcore.machine.link import Link
-from outcore.whatif.data_parallel import buckets_of, data_parallel, gradient_tasks, sharded, units_of
+from outcore.whatif.data_parallel import buckets_of, buffer_bytes, data_parallel, gradient_tasks, sharded, units_of
 from outcore.whatif.links import ClusterLink, parse_link
 from outcore.whatif.recording import record_setup
 from outcore.whatif.scaling import scale_out
@@ -61,8 +62,48 @@ def test_a_slow_link_sets_the_step(ranks: int) -> None:
     step = data_parallel(found.step, found, ranks, SLOW).simulate()
     sizes = [b.bytes for b in buckets_of(gradient_tasks(found), found.profile.costs.parameters)]
     wire_s = sum(2 * (ranks - 1) * (1e-3 + size / ranks / 1e6) for size in sizes)
+    wire_s += (ranks - 1) * (1e-3 + buffer_bytes(found) / ranks / 1e6)
     assert step.busy_s("link") == pytest.approx(wire_s)
     assert wire_s < step.step_s < wire_s + found.step.simulate().step_s + 1e-3
+
+
+@pytest.mark.parametrize("device", [V100, CPU], ids=["gpu", "cpu"])
+def test_statistics_of_norms_are_sent_before_forward(device: Device) -> None:
+    """The step begins a message later, and nothing hides it; without buffers there is none."""
+    plain, normed = (record_setup(TrainingSetup(small(norm)), device) for norm in (False, True))
+    model = small(norm=True).build()
+    assert buffer_bytes(plain) == 0
+    assert buffer_bytes(normed) == sum(buffer.nbytes for buffer in model.buffers()) > 0
+    late = ClusterLink("late", Link.symmetric(bandwidth_bytes_per_s=1e15, latency_s=3.0), share=1.0, trees=False)
+    found = data_parallel(normed.step, normed, 2, late)
+    sent = found.tasks["broadcast buffers"]
+    assert sent.time_s == pytest.approx(3.0)
+    assert "broadcast buffers" not in data_parallel(plain.step, plain, 2, late).tasks
+    reduced = sum(1 for name in found.tasks if name.startswith("all-reduce"))
+    assert found.simulate().step_s == pytest.approx(3.0 + reduced * 2 * 3.0, rel=0.05)
+
+
+def small(norm: bool) -> outcore.Job:
+    """A network with a batch norm, or without."""
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3),
+            torch.nn.BatchNorm2d(8) if norm else torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8 * 36, 4),
+        )
+
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(size, 3, 8, 8), torch.zeros(size, dtype=torch.long)
+
+    return outcore.Job(
+        model=model,
+        batch=batch,
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        size=2,
+    )
 
 
 def test_a_free_link_costs_nothing_but_copies() -> None:

@@ -9,6 +9,9 @@ the convolutions still to hide behind; and so many that they do not hide.
     device  | forward | backward fc | backward conv .................. |      wait      | optimizer |
     link                            | all-reduce of fc (471 MiB) ....................... |
 
+Before forward the first rank's buffers are sent to the others (the statistics of batch norms): little to send, but over
+a slow link a message that everybody waits for.
+
 On a CPU the cores that compute also copy and add what is reduced (`ClusterLink.core_s`): that part is a task of the
 device, and only the rest is hidden behind backward.
 
@@ -28,7 +31,7 @@ from outcore.whatif.links import ClusterLink
 from outcore.whatif.recorded_step import Phase, RecordedStep, Task
 from outcore.whatif.recording import Recording
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "buckets_of", "data_parallel", "sharded"]
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "buckets_of", "buffer_bytes", "data_parallel", "sharded"]
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 _UNIT_HOOKS, _PARAMETER_HOOKS = 145, 20
@@ -113,7 +116,28 @@ def data_parallel(
         last.append(reduced.name)
     total_s = sum(b.bytes for b in found) * memory_s
     emptied = Task("empty buckets", "device", total_s, tuple(last), kind="bucket", phase="communication")
-    return _woven(step, inserted, emptied)
+    return _woven(_after_buffers(step, recording, ranks, link), inserted, emptied)
+
+
+def buffer_bytes(recording: Recording) -> int:
+    """Of the model's buffers, which data parallel ranks get from the first one in every step."""
+    graph = recording.profile.graph
+    return sum(buffer.nbytes for buffer in graph.module.model.buffers()) if graph.executable is not None else 0
+
+
+def _after_buffers(step: RecordedStep, recording: Recording, ranks: int, link: ClusterLink) -> RecordedStep:
+    """The step, begun when the buffers have come. Those of all types are under way at once: one message, as long as a
+    gather of as many bytes."""
+    nbytes = buffer_bytes(recording)
+    first = next((t for t in step.tasks.values() if t.phase == "forward" and t.resource == "device"), None)
+    if not nbytes or first is None:
+        return step
+    sent = Task(
+        "broadcast buffers", "link", link.gather_s(nbytes, ranks),
+        kind="broadcast", phase="communication", bytes=nbytes,
+    )  # fmt: skip
+    waiting = replace(first, after=(*first.after, sent.name))
+    return replace(step, tasks={sent.name: sent, **step.tasks, first.name: waiting})
 
 
 def _woven(step: RecordedStep, inserted: Mapping[str, list[Task]], before_optimizer: Task) -> RecordedStep:

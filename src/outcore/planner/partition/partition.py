@@ -105,8 +105,8 @@ def split(
         raise PlanError(f"no balance {balance!r}; there are {', '.join(get_args(Balance))}, or give stages by hand")
     units = find_units(graph, weights, granularity, tied)
     _refuse_too_few(units, stages, granularity, weights, tied)
-    pieces = weigh(graph, weights, units).scaled(fraction)
     pipeline = pipeline or Pipeline("model_parallel")
+    pieces = weigh(graph, weights, units).scaled(fraction, pipeline.pieces)
     stage_of, how = cut_pieces(pieces, stages, balance, pipeline, memory_bytes, route or RankLink())
     return _partition(graph, pieces, stage_of, stages, pipeline, how)
 
@@ -134,10 +134,9 @@ def split_by_hand(
             for k, group in enumerate(groups)
         ),
     )
-    pieces = weigh(graph, weights, units).scaled(fraction)
-    return _partition(
-        graph, pieces, list(range(len(stages))), len(stages), pipeline or Pipeline("model_parallel"), "by hand"
-    )
+    pipeline = pipeline or Pipeline("model_parallel")
+    pieces = weigh(graph, weights, units).scaled(fraction, pipeline.pieces)
+    return _partition(graph, pieces, list(range(len(stages))), len(stages), pipeline, "by hand")
 
 
 def _refuse_too_few(units: Units, count: int, granularity: Granularity, weights: CallWeights, tied: str) -> None:

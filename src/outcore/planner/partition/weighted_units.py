@@ -53,8 +53,11 @@ class WeightedUnits:
     """The trained ones."""
     state_per_parameter: float = 2.0
     update_bytes_per_s: float = float("inf")
-    overhead_s: tuple[float, ...] = ()
-    """Part of the forward, and again of the backward, that a smaller batch does not shorten."""
+    overhead_forward_s: tuple[float, ...] = ()
+    """Part of the forward that a smaller batch does not shorten."""
+    overhead_backward_s: tuple[float, ...] = ()
+    adding_s: tuple[float, ...] = ()
+    """What it takes to add the gradients of one micro-batch to those of the ones before."""
     host_forward_s: tuple[float, ...] = ()
     """What the host takes to launch a unit: a stage is never faster than its host, however small the batch."""
     host_backward_s: tuple[float, ...] = ()
@@ -76,16 +79,24 @@ class WeightedUnits:
                 found[source].add(i)
         return found
 
-    def scaled(self, fraction: float) -> WeightedUnits:
-        """The same for a part of the batch: time and activations shrink with it, parameters do not."""
+    def scaled(self, fraction: float, pieces: int = 1) -> WeightedUnits:
+        """The same for a part of the batch: activations, and time beside what is the same for every part, shrink with
+        it; parameters do not.
+
+        Args:
+            fraction: the part.
+            pieces: in which a rank takes its batch, whose gradients are added up.
+        """
         if fraction == 1:
             return self
-        least = self.overhead_s or (0.0,) * len(self)
+        nothing = (0.0,) * len(self)
+        forward = zip(self.forward_s, self.overhead_forward_s or nothing, strict=True)
+        backward = zip(self.backward_s, self.overhead_backward_s or nothing, self.adding_s or nothing, strict=True)
         return replace(
             self,
-            forward_s=tuple(min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.forward_s, least, strict=True)),
+            forward_s=tuple(_part_s(whole, least, fraction) for whole, least in forward),
             backward_s=tuple(
-                min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.backward_s, least, strict=True)
+                _part_s(whole, least, fraction) + (1 - 1 / pieces) * adding for whole, least, adding in backward
             ),
             workspace_bytes=tuple(round(b * fraction) for b in self.workspace_bytes),
             memory_uses=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.memory_uses),
@@ -151,9 +162,18 @@ class WeightedUnits:
         return tuple(Tie(places, nbytes) for places, nbytes in sorted(found.items()))
 
 
+def _part_s(whole_s: float, least_s: float, fraction: float) -> float:
+    """Seconds of a part of the batch, of which some are the same for every part.
+
+    >>> _part_s(4.0, 1.0, 0.5), _part_s(4.0, 5.0, 0.5)
+    (2.5, 4.0)
+    """
+    return min(whole_s, least_s) + max(0.0, whole_s - least_s) * fraction
+
+
 def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
     """The units of a graph with their weights."""
-    calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
+    calls, rate = [[weights.calls[c] for c in unit.calls] for unit in units.units], weights.parameter_bytes_per_s
     reading: dict[str, set[int]] = {}
     fixed: dict[str, int] = {}
     for i, rows in enumerate(calls):
@@ -161,6 +181,10 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
             fixed.update(row.fixed)
             for parameter in (*row.parameters, *row.fixed):
                 reading.setdefault(parameter, set()).add(i)
+    overhead_s = [weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls]
+    trained_s = [
+        sum(weights.parameters.get(p, 0) for p in {p for r in rows for p in r.parameters}) / rate for rows in calls
+    ]
     return WeightedUnits(
         units,
         tuple(sum(r.forward_s for r in rows) for rows in calls),
@@ -172,7 +196,9 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
         weights.state_per_parameter,
         weights.update_bytes_per_s,
-        tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),
+        tuple(overhead + once for overhead, once in zip(overhead_s, trained_s, strict=True)),
+        tuple(overhead + 2 * once for overhead, once in zip(overhead_s, trained_s, strict=True)),
+        tuple(3 * once for once in trained_s),
         tuple(sum(r.host_forward_s for r in rows) for rows in calls),
         tuple(sum(r.host_backward_s for r in rows) for rows in calls),
     )

@@ -59,6 +59,9 @@ class CallWeights:
     """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
     overhead_s: float = 0.0
     """Time of a call that does not depend on the batch: contained in both forward and backward."""
+    parameter_bytes_per_s: float = float("inf")
+    """How fast a device reads and writes parameters and their gradients: once in forward and twice in backward, and
+    three times more to add up the gradients of micro-batches, however small those are."""
     costs: Costs | None = field(default=None, compare=False, repr=False)
     """What they were made from, where that is known; policies inside stages are planned with it."""
     tier: OffloadTarget | None = field(default=None, compare=False, repr=False)

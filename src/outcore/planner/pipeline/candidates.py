@@ -46,6 +46,11 @@ class Candidate:
         return 1 / ((self.replicas if self.shared else 1) * self.pipeline.pieces)
 
     @property
+    def part(self) -> tuple[float, int]:
+        """That part, and in how many of them a rank takes its batch."""
+        return self.fraction, self.pipeline.pieces
+
+    @property
     def batches_trained(self) -> int:
         """Batches of the recorded size that one step trains on."""
         return 1 if self.shared else self.replicas

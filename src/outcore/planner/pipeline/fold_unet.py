@@ -69,7 +69,7 @@ def split_vertically(
     pipeline = pipeline or Pipeline("model_parallel")
     if pipeline.paired:
         raise PlanError("gems places its two replicas itself; fold under model_parallel, gpipe or 1f1b")
-    pieces = weigh(graph, weights, find_units(graph, weights, "block")).scaled(fraction)
+    pieces = weigh(graph, weights, find_units(graph, weights, "block")).scaled(fraction, pipeline.pieces)
     levels = _levels(pieces)
     if not levels:
         raise PlanError(f"{graph.root.type} has no nested long skips between its blocks: cut it with split()")

@@ -163,9 +163,9 @@ class PlanSearch:
     """Whether replicas divide the batch among them."""
 
     def __post_init__(self) -> None:
-        self._parts: dict[tuple[int, float], WeightedUnits] = {}
-        self._quick: dict[float, RoughCut] = {}
-        self._ideals: dict[float, EvenCut] = {}
+        self._parts: dict[tuple[int, tuple[float, int]], WeightedUnits] = {}
+        self._quick: dict[tuple[float, int], RoughCut] = {}
+        self._ideals: dict[tuple[float, int], EvenCut] = {}
         self._smallest: dict[int, list[SimulatedCandidate]] = {}
 
     @property
@@ -197,17 +197,17 @@ class PlanSearch:
         )
         return tied + sorted((j for j in found if time_per_batch_s(j) > _TIE * best), key=time_per_batch_s)
 
-    def part(self, level: int, fraction: float) -> WeightedUnits:
-        """The pieces of a level for a part of the batch."""
-        if (key := (level, fraction)) not in self._parts:
-            self._parts[key] = self.levels[level].scaled(fraction)
+    def part(self, level: int, candidate: Candidate) -> WeightedUnits:
+        """The units of a level for the part of the batch that a candidate takes at a time."""
+        if (key := (level, candidate.part)) not in self._parts:
+            self._parts[key] = self.levels[level].scaled(*candidate.part)
         return self._parts[key]
 
     def ideal(self, candidate: Candidate) -> EvenCut:
         """The lower bounds of even cuts."""
-        if candidate.fraction not in self._ideals:
-            self._ideals[candidate.fraction] = EvenCut.of(self.part(0, candidate.fraction))
-        return self._ideals[candidate.fraction]
+        if candidate.part not in self._ideals:
+            self._ideals[candidate.part] = EvenCut.of(self.part(0, candidate))
+        return self._ideals[candidate.part]
 
     def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
         """The candidates for which a rough cut fits, the fastest first; those that cannot be among them are not cut."""
@@ -234,9 +234,9 @@ class PlanSearch:
 
     def rough(self, candidate: Candidate, balance: Balance, cap: float | None) -> Candidate | None:
         """The candidate with the figures of a rough cut."""
-        if candidate.fraction not in self._quick:
-            self._quick[candidate.fraction] = RoughCut(self.part(0, candidate.fraction))
-        quick = self._quick[candidate.fraction]
+        if candidate.part not in self._quick:
+            self._quick[candidate.part] = RoughCut(self.part(0, candidate))
+        quick = self._quick[candidate.part]
         figures = quick.cut(candidate.stages, balance, candidate.pipeline, cap, self.route, candidate.replicas)
         return None if figures is None else replace(candidate, time_s=figures[0], peak_bytes=figures[1])
 
@@ -328,7 +328,7 @@ class PlanSearch:
         return smallest if smallest is not None and cap is not None and max(smallest[0].peak_bytes) <= cap else None
 
     def _cut(self, candidate: Candidate, level: int, balance: Balance, cap: float | None) -> SimulatedCandidate | None:
-        part = self.part(level, candidate.fraction)
+        part = self.part(level, candidate)
         if len(part) < candidate.stages:
             return None
         try:
