@@ -90,7 +90,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of tests per mutant, at most")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then; the same command goes on")
     parser.add_argument("--packages", nargs="*", default=[])
-    parser.add_argument("--tests", nargs="*", default=[], help=f"folders of tests ({LOOSE}: those beside them); all")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help=f"folders or files of tests ({LOOSE}: those beside them); all"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="of what is drawn, the mutants of these packages alone")
     parser.add_argument("--records", type=Path, default=ROOT / "dist" / "mutation", help="keeps what each test reaches")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
     parser.add_argument("--file-seconds", type=float, default=1e9, help="of tests per file while watching, at most")
@@ -124,6 +127,8 @@ def main() -> None:
     drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
     part, parts = map(int, given.part.split("/"))
     for number, mutant in list(enumerate(drawn))[part::parts]:
+        if given.only and mutant.package not in given.only:
+            continue
         content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
         key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
         if key in known:
