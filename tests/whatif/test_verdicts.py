@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -112,20 +113,29 @@ def test_a_step_that_is_timed_is_a_step_of_plain_training() -> None:
 
 def test_without_a_loss_all_that_has_a_gradient_is_summed_up() -> None:
     a, b = torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
-    assert float(_summed({"a": [a], "b": b, "c": torch.ones(9), "d": None})) == 5.0
+    assert float(_summed({"a": [a], "b": b, "c": torch.ones(9), "d": None}).detach()) == 5.0
     with pytest.raises(WhatIfError, match="nothing that has a gradient"):
         _summed([torch.ones(1)])
 
 
 def test_a_trial_says_how_many_steps_it_timed_and_what_cannot_be_timed_here() -> None:
     trial = run_setup(TrainingSetup(images(2)), "cpu", seconds=0.05)
-    assert trial.steps >= 3 and 0 < trial.fastest_s <= trial.step_s <= trial.slowest_s and trial.device == "cpu"
+    assert trial.steps >= 5 and trial.fastest_s <= trial.step_s <= trial.slowest_s and trial.device == "cpu"
+    assert trial.step_s > 0  # also by a clock that stands still for milliseconds
     assert trial.busy_s is None and trial.peak_bytes is None
     with pytest.raises(WhatIfError, match="CUDA graphs need a GPU"):
         run_setup(replace(TrainingSetup(images(2)), cuda_graph=True), "cpu")
     if not torch.cuda.is_available():
         with pytest.raises(WhatIfError, match="no GPU here"):
             run_setup(TrainingSetup(images(2)), "cuda")
+
+
+def test_steps_shorter_than_the_tick_of_the_clock_still_take_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = itertools.count()
+    monkeypatch.setattr("outcore.whatif.trial.time.process_time", lambda: 0.004 * (next(asked) // 10))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    trial = run_setup(TrainingSetup(images(2)), "cpu", seconds=0.05)
+    assert trial.fastest_s == 0 and 0 < trial.step_s < 0.004
 
 
 def test_what_was_measured_here_is_carried_to_another_gpu_and_not_to_a_cpu() -> None:
