@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import WhatIfError
 from outcore.machine import parse
+from outcore.whatif.answer import reason_of
 from outcore.whatif.elsewhere import record_on
-from outcore.whatif.recording import record_setup
+from outcore.whatif.recording import fused_cost, record_setup
 from outcore.whatif.scaling import Scaling, ScalingPoint
 from outcore.whatif.setup import TrainingSetup, fused, in_channels_last
 from outcore.whatif.trial import _summed, _training_step, run_setup
@@ -148,6 +150,26 @@ def test_what_was_measured_here_is_carried_to_another_gpu_and_not_to_a_cpu() -> 
     assert mine.step.simulate().step_s != estimated.step.simulate().step_s
     assert record_on(setup, cpu, here=slow).step == record_setup(setup, cpu).step
     assert record_on(setup, slow.device, here=slow) is slow
+
+
+def test_what_a_step_is_bound_by_is_said_of_the_step_itself_and_of_a_change() -> None:
+    gpu = record_setup(TrainingSetup(images(4)), parse("h200").devices[0]).step
+    before, after = gpu.simulate(), gpu.scale([n for n, t in gpu.tasks.items() if t.resource == "host"], 0.5).simulate()
+    assert reason_of(before, before, same=True).startswith(f"the {before.bound_by} sets the pace: ")
+    changed = reason_of(before, after)
+    assert changed.startswith("launches ") and " → " in changed and "device work" not in changed
+    assert reason_of(before, before) == f"nothing that counts changes; the {before.bound_by} sets the pace"
+    cpu = record_setup(
+        TrainingSetup(images(4)), replace(parse("v100").devices[0], kind="cpu", name="cpu")
+    ).step.simulate()
+    assert reason_of(cpu, cpu, same=True).startswith("one clock: ") and "work on the processor" in reason_of(cpu, cpu)
+
+
+def test_a_fused_optimizer_reads_and_writes_all_once() -> None:
+    plain = OptimizerCost.of(torch.optim.Adam, "cuda")
+    one = fused_cost(plain)
+    assert one.operations == 1 and one.together and one.traffic_per_parameter == 3 + 2 * plain.state_per_parameter
+    assert one.workspace_per_parameter == one.workspace_per_largest == 0 and plain.operations > 1
 
 
 def test_answers_in_words_have_a_line_for_each_question() -> None:
