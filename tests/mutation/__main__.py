@@ -65,7 +65,8 @@ def started(processes: int, minutes: float, out: Path, arguments: list[str]) -> 
     began, claims = time.monotonic(), out.with_suffix(".claims")
     shutil.rmtree(claims, ignore_errors=True)
     claims.mkdir(parents=True)
-    command = [sys.executable, "-m", "tests.mutation", *arguments, "--processes", "1"]
+    gathered = out.with_suffix(".jsonl")
+    command = [sys.executable, "-m", "tests.mutation", *arguments, "--processes", "1", "--known", str(gathered)]
     outs = [out.with_name(f"{out.name}-{number}") for number in range(processes)]
     for more, share in ((["--watch"], 0.5), (["--claims", str(claims)], 1.0)):
         left = max(minutes * share - (time.monotonic() - began) / 60, 0.0)
@@ -77,9 +78,9 @@ def started(processes: int, minutes: float, out: Path, arguments: list[str]) -> 
             except subprocess.TimeoutExpired:
                 child.kill()
         print(f"{time.monotonic() - began:.0f} s: {more[0]} has ended", flush=True)
-    with out.with_suffix(".jsonl").open("a") as gathered:
+    with gathered.open("a") as file:
         for rows in (one.with_suffix(".jsonl") for one in outs):
-            gathered.write(rows.read_text() if rows.exists() else "")
+            file.write(rows.read_text() if rows.exists() else "")
             rows.unlink(missing_ok=True)
 
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
     parser.add_argument("--processes", type=int, default=1, help="each with a copy of the repository beside --out")
     parser.add_argument("--claims", type=Path, help="a folder by which processes agree on who tries what")
+    parser.add_argument("--known", type=Path, help="a file of rows of mutants that need not be tried again")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
     parser.add_argument("--named", action="store_true", help="the defects of tests/mutation/named.py")
@@ -122,7 +124,8 @@ def main() -> None:
     rows = given.out.with_suffix(".jsonl")
     if given.again:
         rows.unlink(missing_ok=True)
-    known = {row["key"]: row for row in map(json.loads, rows.read_text().splitlines())} if rows.exists() else {}
+    files = [path for path in (given.known, rows) if path is not None and path.exists()]
+    known = {row["key"]: row for path in files for row in map(json.loads, path.read_text().splitlines())}
     source, done = tests.tree / "src" / "outcore", list[Mutant]()
     drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
     part, parts = map(int, given.part.split("/"))
