@@ -21,8 +21,9 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 from tests.mutation.defects import LOOSE, Mutant, draw
 from tests.mutation.named import named
@@ -48,6 +49,25 @@ def table(mutants: list[Mutant]) -> str:
             shown = m.shown.replace("|", chr(92) + "|")
             lines.append(f"| {m.file}:{m.line} | {m.kind} | `{shown}` | {m.by or m.end} |")
     return "\n".join(lines) + "\n"
+
+
+def key_of(mutant: Mutant, source: Path) -> str:
+    """What a mutant is known by: another content of its file makes it another one."""
+    content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
+    return f"{content} {mutant.file} {mutant.start} {mutant.text}"
+
+
+def left_of(rows: Path, source: Path) -> list[Mutant]:
+    """The mutants of a file that nothing has killed, where their files are still the same."""
+    names, last = {f.name for f in fields(Mutant)}, dict[str, dict[str, Any]]()
+    for row in map(json.loads, rows.read_text().splitlines()):
+        last[row["key"]] = row
+    found = []
+    for key, row in last.items():
+        mutant = Mutant(**{name: value for name, value in row.items() if name in names})
+        if row["end"] != "killed" and key_of(mutant, source) == key:
+            found.append(replace(mutant, end="", by="", time_s=0.0))
+    return found
 
 
 def claimed(claims: Path | None, number: int) -> bool:
@@ -101,6 +121,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
     parser.add_argument("--processes", type=int, default=1, help="each with a copy of the repository beside --out")
     parser.add_argument("--claims", type=Path, help="a folder by which processes agree on who tries what")
+    parser.add_argument("--of", type=Path, help="try the mutants of a file of rows that were not killed, and draw none")
     parser.add_argument("--known", type=Path, help="a file of rows of mutants that need not be tried again")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
@@ -127,13 +148,15 @@ def main() -> None:
     files = [path for path in (given.known, rows) if path is not None and path.exists()]
     known = {row["key"]: row for path in files for row in map(json.loads, path.read_text().splitlines())}
     source, done = tests.tree / "src" / "outcore", list[Mutant]()
-    drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
+    if given.of is not None:
+        drawn = left_of(given.of, source)
+    else:
+        drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
     part, parts = map(int, given.part.split("/"))
     for number, mutant in list(enumerate(drawn))[part::parts]:
         if given.only and mutant.package not in given.only:
             continue
-        content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
-        key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
+        key = key_of(mutant, source)
         if key in known:
             mutant.end, mutant.by, mutant.time_s = (known[key][name] for name in ("end", "by", "time_s"))
         elif time.monotonic() > until or given.processes > 1 or not claimed(given.claims, number):
