@@ -40,3 +40,14 @@ def test_a_picture_is_well_formed_and_names_its_axes() -> None:
 
 def test_no_two_colours_are_the_same() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_the_two_axes_meet_below_on_the_left_and_ticks_stand_at_their_values() -> None:
+    axes = Axes(50, 20, 300, 200, Span(0, 10, "step"), Span(0, 1, "loss"))
+    lines = [e for e in ElementTree.fromstring(document(400, 300, axes.drawn())).iter() if e.tag.endswith("line")]
+    ends = [
+        tuple(float(e.get(name, "")) for name in ("x1", "y1", "x2", "y2")) for e in lines if e.get("class") == "axis"
+    ]
+    assert {(50, 220, 350, 220), (50, 20, 50, 220)} <= set(ends)
+    ticks = {axes.at(value, 0) for value in axes.x.ticks()}
+    assert {(x, y) for x, y, other, _ in ends if x == other and (x, y) != (50, 20)} == ticks

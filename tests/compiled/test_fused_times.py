@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "what was written is still there": (lambda x, y: ((a := x.exp()), a.sin()), 3 * WHOLE),
     "another size is another kernel": (lambda x, y: ((a := x.exp()), a[:8].sum()), 3 * WHOLE + 4),
     "what shares nothing is read for itself": (lambda x, y: (x.exp(), y.exp()), 4 * WHOLE),
+    "a product reads its operands and writes": (lambda x, y: torch.mm(x, y.t()), 2 * WHOLE + 4 * ROWS * ROWS),
     "columns in memory are rows": (lambda x, y: x.t() - x.t().sum(1, keepdim=True), 3 * WHOLE + 2 * ROW),
 }
 

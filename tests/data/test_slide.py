@@ -311,3 +311,12 @@ def test_the_resolution_of_ome_metadata_has_its_unit(tmp_path: Path, unit: str |
     path = tmp_path / "slide.ome.tif"
     tifffile.imwrite(path, colours(64, 96), ome=True, photometric="rgb", tile=(64, 64), metadata=metadata)
     assert open_slide(path).microns_per_pixel == pytest.approx(microns)
+
+
+def test_a_slide_in_words_has_its_sizes_and_its_resolution_where_that_is_known(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", colours(40, 60), tile=(16, 16))
+    assert repr(open_slide(tmp_path / "a.tif")).endswith("a.tif: 60 x 40; 3 channels of uint8)")
+    tifffile.imwrite(
+        tmp_path / "b.tif", colours(40, 60), tile=(16, 16), resolution=(40000, 40000), resolutionunit="CENTIMETER"
+    )
+    assert repr(open_slide(tmp_path / "b.tif")).endswith("channels of uint8, 0.25 µm per pixel)")

@@ -43,6 +43,8 @@ def test_costs_have_their_figures_and_names_are_escaped() -> None:
 def test_a_plan_has_its_stages_and_reasons() -> None:
     plan = Plan("0", (("stem", "layer1"), (NAME,)), micro_batches=4, policy={"stem#0:out": "recompute"}, why=("a < b",))
     shown = plan._repr_html_()
+    facts = {"arrangement": plan.arrangement, "schedule": "gpipe, 4 micro-batches", "exactness": "bitwise"}
+    assert all(f">{name}<" in shown and f">{text}<" in shown for name, text in facts.items())
     assert "stem … layer1" in shown and "recompute 1" in shown and "a &lt; b" in shown and NAME not in shown
 
 

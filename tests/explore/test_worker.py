@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import queue
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from outcore.errors import JobError, OutcoreError
-from outcore.explore.worker import _answer, _explore, trouble_of
+from outcore.explore.many_devices import pipeline_json
+from outcore.explore.measured_step import _total
+from outcore.explore.worker import _answer, _explore, _watched, trouble_of
+from outcore.job import Job
+from outcore.machine import parse
 from tests.explore.jobs import SMALL, line_of, write
 
 
@@ -61,3 +67,26 @@ def test_trouble_is_told_by_its_first_cause_and_an_error_without_words_by_its_na
     assert trouble_of(caught.value)["kind"] == "KeyError"
     assert trouble_of(caught.value)["message"] == "job.py cannot be used"
     assert trouble_of(SystemExit())["message"] == "SystemExit"
+
+
+def test_the_file_of_a_job_is_watched_also_where_its_network_is_someone_else_s(tmp_path: Path) -> None:
+    text = "import torch\n\nmodel = lambda: torch.nn.Linear(4, 2)\nbatch = lambda size: (torch.rand(size, 4), None)\n"
+    path = write(tmp_path, text)
+    settings: Any = SimpleNamespace(settings=SimpleNamespace(job=str(path)), sources=[])
+    assert _watched(settings) == [str(path.resolve())]
+    settings.settings.job = "torch.nn:Linear"
+    assert str(path.resolve()) not in _watched(settings)
+
+
+def test_a_step_without_a_loss_has_one_unless_nothing_has_a_gradient() -> None:
+    x = torch.full((3,), 2.0, requires_grad=True)
+    assert float(_total([x, {"a": torch.ones(9)}, (x * 2,)]).detach()) == 4.0 + 16.0
+    with pytest.raises(OutcoreError, match="nothing that the model returns has a gradient"):
+        _total(torch.ones(2))
+
+
+def test_devices_share_the_batch_that_was_asked_for(tmp_path: Path) -> None:
+    job, where = Job.load(str(write(tmp_path))), parse("v100x2")
+    asked, own = (pipeline_json(job, where, 2, size) for size in (64, None))
+    assert asked["devices"] == own["devices"] == 2 and "refused" not in asked
+    assert asked["step_s"] != own["step_s"]

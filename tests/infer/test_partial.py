@@ -16,6 +16,7 @@ import pytest
 from outcore.data import open_slide
 from outcore.errors import DataError
 from outcore.infer import one_slide
+from outcore.infer.map_file import Progress
 from outcore.infer.partial import Partial
 from tests.foreign.sample import sometimes
 from tests.infer.slides import infer, write_work
@@ -151,3 +152,18 @@ def test_a_killed_run_leaves_nothing_under_its_name_and_the_next_one_cleans_up(t
     again = infer(folder, *told)
     assert again.returncode == 0, again.stderr
     assert (folder / "mask.tif").exists() and not list(folder.glob(".*"))
+
+
+def test_a_region_is_listed_once_and_read_back_with_its_counts(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "done.jsonl", [])
+    progress.note(((0, 4), (0, 4)), (3, 13))
+    progress.sync()
+    progress.note(((4, 8), (0, 4)), (1, 0, 5))
+    progress.sync()
+    progress.sync()
+    assert len((tmp_path / "done.jsonl").read_text().splitlines()) == 2
+    with (tmp_path / "done.jsonl").open("a") as file:
+        file.write('{"region": [[8, ')  # cut off
+    again = Progress(tmp_path / "done.jsonl", [])
+    again.read()
+    assert again.filled == {((0, 4), (0, 4)), ((4, 8), (0, 4))} and again.counts == [4, 13, 5]

@@ -65,6 +65,7 @@ def test_a_repeatable_part_begins_anew_every_time_and_leaves_no_trace() -> None:
             drawn.append((random.random(), float(keras.random.normal((), seed=keras.random.SeedGenerator()))))
     assert drawn[0] == drawn[1] != drawn[2]
     assert random.getstate() == state and number(keras.layers.Dense(1).name) == before + 1
+    state = random.getstate()
     with pytest.raises(ZeroDivisionError), repeatable():
         keras.layers.Dense(1)
         raise ZeroDivisionError

@@ -239,3 +239,20 @@ def test_a_pool_by_positions_is_that_of_torch_on_the_same_device(
         back = torch.empty_like(images)
         unpool(gradient, positions, back.detach(), window, last=last)
         assert same(back.detach(), torch.autograd.grad(want, images, gradient)[0])
+
+
+@pytest.mark.parametrize("levels", [255, 15])
+@pytest.mark.parametrize("count", [1, GROUP - 1, GROUP + 1, 3 * GROUP - 7])
+def test_numbers_are_written_to_their_end_and_not_beyond(levels: int, count: int) -> None:
+    from outcore.kernels.sparse_quantize import dequantise, quantise
+
+    groups, width = -(-count // GROUP), -(-count // (2 if levels == 15 else 1))
+    flat = torch.rand(count, device=DEVICE)
+    codes = torch.full((width + 2,), 77, dtype=torch.uint8, device=DEVICE)
+    low, scale, out = (torch.full((size + 2,), -9.0, device=DEVICE) for size in (groups, groups, count))
+    quantise(flat, codes[:width], low[:groups], scale[:groups], levels=levels, group=GROUP, tiny=1e-30)
+    dequantise(codes[:width], low[:groups], scale[:groups], out[:count], levels=levels, group=GROUP)
+    assert codes[width:].tolist() == [77, 77]
+    for written, size in ((low, groups), (scale, groups), (out, count)):
+        assert written[size:].tolist() == [-9.0, -9.0]
+    assert float((out[:count] - flat).abs().max()) <= 0.51 / levels

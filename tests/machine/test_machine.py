@@ -17,6 +17,8 @@ from outcore.machine import (
     format_bytes,
     format_rate,
     format_time,
+    machine_table,
+    parse,
     precision_of,
 )
 
@@ -162,3 +164,12 @@ def test_units_read_well() -> None:
         "2000 TB/s",
     ]
     assert [format_time(t) for t in (3e-9, 4.2e-6, 0.25, 3.0)] == ["3.00 ns", "4.20 µs", "250 ms", "3.00 s"]
+
+
+def test_a_table_has_a_column_for_each_kind_of_device_and_one_for_the_words() -> None:
+    table = machine_table(parse("a100x4"))
+    heads = [str(column.header) for column in table.columns]
+    assert heads[0] == "" and any("A100" in head for head in heads[1:])
+    words, first = (list(column.cells) for column in table.columns[:2])
+    assert words[:2] == ["memory", "memory copy"] and first[0] == format_bytes(parse("a100").devices[0].memory_bytes)
+    assert len(words) == len(first) and "kernel launch" in words

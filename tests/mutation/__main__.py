@@ -21,8 +21,9 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 from tests.mutation.defects import LOOSE, Mutant, draw
 from tests.mutation.named import named
@@ -50,6 +51,25 @@ def table(mutants: list[Mutant]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def key_of(mutant: Mutant, source: Path) -> str:
+    """What a mutant is known by: another content of its file makes it another one."""
+    content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
+    return f"{content} {mutant.file} {mutant.start} {mutant.text}"
+
+
+def left_of(rows: Path, source: Path) -> list[Mutant]:
+    """The mutants of a file that nothing has killed, where their files are still the same."""
+    names, last = {f.name for f in fields(Mutant)}, dict[str, dict[str, Any]]()
+    for row in map(json.loads, rows.read_text().splitlines()):
+        last[row["key"]] = row
+    found = []
+    for key, row in last.items():
+        mutant = Mutant(**{name: value for name, value in row.items() if name in names})
+        if row["end"] != "killed" and key_of(mutant, source) == key:
+            found.append(replace(mutant, end="", by="", time_s=0.0))
+    return found
+
+
 def claimed(claims: Path | None, number: int) -> bool:
     """Whether no other process has taken it."""
     try:
@@ -65,7 +85,8 @@ def started(processes: int, minutes: float, out: Path, arguments: list[str]) -> 
     began, claims = time.monotonic(), out.with_suffix(".claims")
     shutil.rmtree(claims, ignore_errors=True)
     claims.mkdir(parents=True)
-    command = [sys.executable, "-m", "tests.mutation", *arguments, "--processes", "1"]
+    gathered = out.with_suffix(".jsonl")
+    command = [sys.executable, "-m", "tests.mutation", *arguments, "--processes", "1", "--known", str(gathered)]
     outs = [out.with_name(f"{out.name}-{number}") for number in range(processes)]
     for more, share in ((["--watch"], 0.5), (["--claims", str(claims)], 1.0)):
         left = max(minutes * share - (time.monotonic() - began) / 60, 0.0)
@@ -77,9 +98,9 @@ def started(processes: int, minutes: float, out: Path, arguments: list[str]) -> 
             except subprocess.TimeoutExpired:
                 child.kill()
         print(f"{time.monotonic() - began:.0f} s: {more[0]} has ended", flush=True)
-    with out.with_suffix(".jsonl").open("a") as gathered:
+    with gathered.open("a") as file:
         for rows in (one.with_suffix(".jsonl") for one in outs):
-            gathered.write(rows.read_text() if rows.exists() else "")
+            file.write(rows.read_text() if rows.exists() else "")
             rows.unlink(missing_ok=True)
 
 
@@ -90,13 +111,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of tests per mutant, at most")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then; the same command goes on")
     parser.add_argument("--packages", nargs="*", default=[])
-    parser.add_argument("--tests", nargs="*", default=[], help=f"folders of tests ({LOOSE}: those beside them); all")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help=f"folders or files of tests ({LOOSE}: those beside them); all"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="of what is drawn, the mutants of these packages alone")
     parser.add_argument("--records", type=Path, default=ROOT / "dist" / "mutation", help="keeps what each test reaches")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
     parser.add_argument("--file-seconds", type=float, default=1e9, help="of tests per file while watching, at most")
     parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
     parser.add_argument("--processes", type=int, default=1, help="each with a copy of the repository beside --out")
     parser.add_argument("--claims", type=Path, help="a folder by which processes agree on who tries what")
+    parser.add_argument("--of", type=Path, help="try the mutants of a file of rows that were not killed, and draw none")
+    parser.add_argument("--known", type=Path, help="a file of rows of mutants that need not be tried again")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
     parser.add_argument("--named", action="store_true", help="the defects of tests/mutation/named.py")
@@ -119,13 +145,18 @@ def main() -> None:
     rows = given.out.with_suffix(".jsonl")
     if given.again:
         rows.unlink(missing_ok=True)
-    known = {row["key"]: row for row in map(json.loads, rows.read_text().splitlines())} if rows.exists() else {}
+    files = [path for path in (given.known, rows) if path is not None and path.exists()]
+    known = {row["key"]: row for path in files for row in map(json.loads, path.read_text().splitlines())}
     source, done = tests.tree / "src" / "outcore", list[Mutant]()
-    drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
+    if given.of is not None:
+        drawn = left_of(given.of, source)
+    else:
+        drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
     part, parts = map(int, given.part.split("/"))
     for number, mutant in list(enumerate(drawn))[part::parts]:
-        content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
-        key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
+        if given.only and mutant.package not in given.only:
+            continue
+        key = key_of(mutant, source)
         if key in known:
             mutant.end, mutant.by, mutant.time_s = (known[key][name] for name in ("end", "by", "time_s"))
         elif time.monotonic() > until or given.processes > 1 or not claimed(given.claims, number):

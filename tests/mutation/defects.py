@@ -50,7 +50,7 @@ class Mutant:
     by: str = ""
     time_s: float = 0.0
     tests: str = ""
-    """The file of tests that is asked; where none is named, those that reach the block."""
+    """The files of tests that are asked; where none is named, those that reach the block."""
 
     @property
     def package(self) -> str:

@@ -217,7 +217,8 @@ def records(tree: Path, folders: list[str], loose: str, kept: Path) -> dict[str,
     found = {}
     for path in sorted((tree / "tests").rglob("test_*.py")):
         parts = path.relative_to(tree / "tests").parts
-        if not folders or (parts[0] if len(parts) > 1 else loose) in folders:
+        name = path.relative_to(tree / "tests").as_posix()
+        if not folders or (loose if len(parts) == 1 else "") in folders or name.startswith(tuple(folders)):
             content = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             found[str(path.relative_to(tree))] = kept / f"{'.'.join(parts)}-{content}.npz"
     return found

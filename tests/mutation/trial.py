@@ -149,7 +149,7 @@ class Tests:
 
     def try_out(self, mutant: Mutant, seconds: float) -> None:
         """Put the defect in, run tests that reach it, take it out."""
-        chosen, able = ([mutant.tests], 1) if mutant.tests else self.chosen_for(mutant, seconds)
+        chosen, able = (mutant.tests.split(), 1) if mutant.tests else self.chosen_for(mutant, seconds)
         total = sum(self.reach.seconds.get(name, 20.0) for name in chosen)
         if not chosen:
             mutant.end = "unreached"

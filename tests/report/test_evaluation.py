@@ -149,3 +149,23 @@ def test_a_thumbnail_is_a_png_that_others_read(tmp_path: Path) -> None:
     assert made is not None and made.startswith("data:image/png;base64,")
     (tmp_path / "broken.tif").write_bytes(b"II*")
     assert thumbnail(tmp_path / "broken.tif") is None
+
+
+def test_every_class_has_its_loss_and_a_label_that_is_none_of_them_has_not(tmp_path: Path) -> None:
+    rows = Predictions()
+    rows.add(list("abc"), torch.tensor([[0.0, 0.0]] * 3), torch.tensor([0, 1, 7]))
+    assert rows.write(tmp_path / "p.csv")
+    with (tmp_path / "p.csv").open() as file:
+        losses = [row["loss"] for row in csv.DictReader(file)]
+    assert [float(losses[n]) for n in (0, 1)] == pytest.approx([np.log(2)] * 2, rel=1e-4) and losses[2] == ""
+
+
+def test_a_log_without_rows_yet_is_an_empty_one_and_what_is_no_number_a_gap(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "steps.csv").write_text("step,loss\n")
+    (tmp_path / "epochs.csv").write_text("epoch,loss\n0,0.5\n1,nan\n2\n3,inf\n")
+    found = read_run(tmp_path)
+    assert found["steps"] == {} and found["config"] == "" and found["plan"] is None
+    assert found["epochs"] == {"epoch": [0.0, 1.0, 2.0, 3.0], "loss": [0.5, None, None, None]}
+    (tmp_path / "config.yaml").write_text("train: {}\n")
+    assert read_run(tmp_path)["config"] == "train: {}\n"

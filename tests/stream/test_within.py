@@ -200,7 +200,10 @@ def test_what_follows_the_boundary_may_run_under_policies() -> None:
     net, x = classifier().eval(), image()
     prepared = divided(bound(outcore.capture(net, (x,)), folded=True), tile=64, boundary=("2",))
     rest = UntiledTail(prepared)
+    assert not rest.planned and rest.policy == {} and rest.scripts is rest.links is None
+    assert (rest.start_bytes, rest.plain_s, rest.slowdown) == (0, 0.0, 1.0)
     rest.plan(None, None)
+    assert rest.planned and rest.start_bytes > 0 and rest.plain_s > 0
     keeping = rest.managed_forward.plan.keeping
     chosen = {b.name: RECOMPUTE for b in keeping.buffers.values() if b.savers and RECOMPUTE in keeping.choices(b)}
     less = UntiledTail(prepared)
@@ -227,6 +230,24 @@ def test_what_follows_the_boundary_may_write_into_it() -> None:
     plan = Plan(outcore.capture(net, (x,)).fingerprint, (("",),), stream={"tile": 64, "boundary": "2"})
     step = assert_trains_as_plain(within(net, x, memory=None, plan=plan), x, x)
     assert counted(net, x) <= step.peak_bytes
+
+
+class FunctionalNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 3, 3, 2, 1)
+        self.scale, self.shift = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        x = F.group_norm(self.first(x), 2, self.scale, self.shift).relu()
+        return F.instance_norm(self.last(x)).square().mean((2, 3))
+
+
+def test_norms_that_are_functions_are_those_of_the_whole_image() -> None:
+    net, x = FunctionalNorms().double(), image(100)
+    stream = {"tile": 40, "statistics": True}
+    plan = Plan(outcore.capture(net, (x,)).fingerprint, (("",),), stream=stream)
+    assert assert_trains_as_plain(within(net, x, memory=None, plan=plan), x, x).plan.passes > 1
 
 
 class Segmenter(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import WhatIfError
 from outcore.machine import parse
+from outcore.whatif.answer import reason_of
 from outcore.whatif.elsewhere import record_on
-from outcore.whatif.recording import record_setup
+from outcore.whatif.recording import fused_cost, record_setup
 from outcore.whatif.scaling import Scaling, ScalingPoint
 from outcore.whatif.setup import TrainingSetup, fused, in_channels_last
 from outcore.whatif.trial import _summed, _training_step, run_setup
@@ -112,20 +115,29 @@ def test_a_step_that_is_timed_is_a_step_of_plain_training() -> None:
 
 def test_without_a_loss_all_that_has_a_gradient_is_summed_up() -> None:
     a, b = torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
-    assert float(_summed({"a": [a], "b": b, "c": torch.ones(9), "d": None})) == 5.0
+    assert float(_summed({"a": [a], "b": b, "c": torch.ones(9), "d": None}).detach()) == 5.0
     with pytest.raises(WhatIfError, match="nothing that has a gradient"):
         _summed([torch.ones(1)])
 
 
 def test_a_trial_says_how_many_steps_it_timed_and_what_cannot_be_timed_here() -> None:
     trial = run_setup(TrainingSetup(images(2)), "cpu", seconds=0.05)
-    assert trial.steps >= 3 and 0 < trial.fastest_s <= trial.step_s <= trial.slowest_s and trial.device == "cpu"
+    assert trial.steps >= 5 and trial.fastest_s <= trial.step_s <= trial.slowest_s and trial.device == "cpu"
+    assert trial.step_s > 0  # also by a clock that stands still for milliseconds
     assert trial.busy_s is None and trial.peak_bytes is None
     with pytest.raises(WhatIfError, match="CUDA graphs need a GPU"):
         run_setup(replace(TrainingSetup(images(2)), cuda_graph=True), "cpu")
     if not torch.cuda.is_available():
         with pytest.raises(WhatIfError, match="no GPU here"):
             run_setup(TrainingSetup(images(2)), "cuda")
+
+
+def test_steps_shorter_than_the_tick_of_the_clock_still_take_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = itertools.count()
+    monkeypatch.setattr("outcore.whatif.trial.time.process_time", lambda: 0.004 * (next(asked) // 10))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    trial = run_setup(TrainingSetup(images(2)), "cpu", seconds=0.05)
+    assert trial.fastest_s == 0 and 0 < trial.step_s < 0.004
 
 
 def test_what_was_measured_here_is_carried_to_another_gpu_and_not_to_a_cpu() -> None:
@@ -138,6 +150,26 @@ def test_what_was_measured_here_is_carried_to_another_gpu_and_not_to_a_cpu() -> 
     assert mine.step.simulate().step_s != estimated.step.simulate().step_s
     assert record_on(setup, cpu, here=slow).step == record_setup(setup, cpu).step
     assert record_on(setup, slow.device, here=slow) is slow
+
+
+def test_what_a_step_is_bound_by_is_said_of_the_step_itself_and_of_a_change() -> None:
+    gpu = record_setup(TrainingSetup(images(4)), parse("h200").devices[0]).step
+    before, after = gpu.simulate(), gpu.scale([n for n, t in gpu.tasks.items() if t.resource == "host"], 0.5).simulate()
+    assert reason_of(before, before, same=True).startswith(f"the {before.bound_by} sets the pace: ")
+    changed = reason_of(before, after)
+    assert changed.startswith("launches ") and " → " in changed and "device work" not in changed
+    assert reason_of(before, before) == f"nothing that counts changes; the {before.bound_by} sets the pace"
+    cpu = record_setup(
+        TrainingSetup(images(4)), replace(parse("v100").devices[0], kind="cpu", name="cpu")
+    ).step.simulate()
+    assert reason_of(cpu, cpu, same=True).startswith("one clock: ") and "work on the processor" in reason_of(cpu, cpu)
+
+
+def test_a_fused_optimizer_reads_and_writes_all_once() -> None:
+    plain = OptimizerCost.of(torch.optim.Adam, "cuda")
+    one = fused_cost(plain)
+    assert one.operations == 1 and one.together and one.traffic_per_parameter == 3 + 2 * plain.state_per_parameter
+    assert one.workspace_per_parameter == one.workspace_per_largest == 0 and plain.operations > 1
 
 
 def test_answers_in_words_have_a_line_for_each_question() -> None:

@@ -169,3 +169,24 @@ def test_an_optimizer_that_steps_all_at_once_needs_room_for_all() -> None:
         assert all_at_once.together and not loop.together
     made = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
     assert OptimizerCost.of(made).state_per_parameter == 1.0
+
+
+def test_what_a_branch_that_backward_never_comes_to_has_saved_goes_with_its_result() -> None:
+    class Net(nn.Module):
+        def __init__(self, looks: bool) -> None:
+            super().__init__()
+            self.first, self.last, self.looks = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1), looks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            if self.looks:
+                F.max_pool2d(x, 2)  # which keeps the places of the largest
+            return self.last(x).mean()
+
+    curves = []
+    for looks in (False, True):
+        graph = outcore.capture(Net(looks), (torch.rand(2, 3, 32, 32),))
+        curves.append(memory_curve(graph, account(graph), optimizer=0.0))
+    plain, looked = (curve.moments[-1].bytes for curve in curves)
+    assert looked.total == plain.total
+    assert max(m.bytes.feature_maps for m in curves[1].moments) > max(m.bytes.feature_maps for m in curves[0].moments)

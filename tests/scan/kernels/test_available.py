@@ -69,3 +69,11 @@ def test_weights_gradients_are_summed_up_where_the_inputs_are_not_asked_for(
     for expected, found in zip(*grads, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert ours.report.layers[0].engine == "triton"
+
+
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_both_directions_and_rows_of_several_programs(cell: str) -> None:
+    reference, ours = pair(cell, 4, 5, Options(backward="scan", solver="products", chunk=20), bidirectional=True)
+    x, state = torch.randn(40, 5, 4, dtype=torch.float64), initial(ours, 5)
+    assert largest_error(everything(reference, x, state), everything(ours, x, state)) < 1e-9
+    assert ours.report.layers[0].engine == "triton"

@@ -76,7 +76,9 @@ def test_a_convolutional_network_is_a_chain_that_does_not_pay() -> None:
     assert conv.step_flops == 2 * conv.nonzeros
     assert found.sequential_flops == sum(link.step_flops for link in found.links) == found.alternatives[0]
     assert not found.pays
-    assert "does not pay" in str(found)
+    worse = found.alternatives[1] / found.sequential_flops
+    assert "does not pay" in str(found) and found.verdict in str(found)
+    assert f"makes the critical path {worse:.3g}x as long as the 13 steps of back-propagation" in found.verdict
     assert found.steps[1] < found.steps[0]
 
 
@@ -92,6 +94,8 @@ def test_a_long_chain_of_small_dense_layers_pays() -> None:
     found = analyse(outcore.capture(net, torch.zeros(1, 4)))
     assert found.pays
     assert "could pay" in found.verdict
+    ratio = found.sequential_flops / found.critical_flops
+    assert f"with {found.tree_levels} levels of products its critical path has {ratio:.2f}x fewer" in found.verdict
     assert found.critical_flops < found.sequential_flops / 2
 
 

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
+import outcore
 from outcore.program.script import Encode, Fetch, Run
+from outcore.stream.plan.plan import plan_by_hand
+from outcore.stream.plan.prepared import StreamMode
 from outcore.stream.plan.step_figures import _moved, alive
 
 
@@ -47,3 +51,10 @@ def test_the_scripts_of_the_tail_are_moved_to_the_time_and_the_memory_of_a_step(
     assert _moved(fetch, 0.5, 11) is fetch
     encoded = _moved(Encode("a", "fp8", 7, 2.0), 0.5, 11)
     assert isinstance(encoded, Encode) and encoded.time_s == 1.0
+
+
+def test_a_plan_by_hand_is_scripted_for_a_step_that_reads_nothing_ahead() -> None:
+    graph = outcore.capture(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()), [(1, 3, 64, 64)])
+    plan = plan_by_hand(graph, {"tile": [32, 32]})
+    assert plan.step is not None and plan.step.is_for(graph, StreamMode(True, False, 0))
+    assert not plan.step.is_for(graph, StreamMode(True, False, 2)) and plan.tile == (32, 32) and plan.tiles == 4
