@@ -75,7 +75,7 @@ def _show(verdict: Verdict) -> None:
     console = Console()
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "largest difference", "over the largest gradient"):
-        table.add_column(name, justify="left" if name == "parameter" else "right")
+        table.add_column(name, justify="left" if name == "parameter" else "right", overflow="fold")
     worst = sorted(verdict.rows, key=lambda r: -r.relative)
     for row in worst[:8]:
         table.add_row(row.name, f"{row.largest:.3g}", f"{row.relative:.3g}")

@@ -16,7 +16,7 @@ from torch import nn
 
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
 from outcore.job import Job
-from outcore.machine.units import format_bytes, parse_budget
+from outcore.machine.units import format_bytes, parse_budget, rounded_up
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.program.plan.document import Plan
 from outcore.program.policies import kind_of_policy
@@ -134,7 +134,7 @@ def _within_or_streamed(
     beside = loss.bytes if expected.loss_bytes is None else expected.loss_bytes
     refused, enough = [], []
     try:
-        step = choose_step(model, job, config, expected, budget, beside)
+        step = choose_step(model, job, config, expected, budget, beside, first.inputs)
         if step.rung == "plain":
             return FittedModel(model, step_s=step.time_s, peak_bytes=step.peak_bytes)
         if isinstance(step.plan, MemoryPlan):
@@ -153,7 +153,7 @@ def _within_or_streamed(
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
     if expected.peak_bytes is not None:
         enough.append(expected.peak_bytes + (loss.bytes if expected.loss_bytes is None else 0))
-    give = f"; give --memory {_rounded_up(min(enough))} or more" if enough else ""
+    give = f"; give --memory {rounded_up(min(enough))} or more" if enough else ""
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
 
 
@@ -161,12 +161,6 @@ def _why(error: OutcoreError) -> str:
     """Why something does not fit, without what a command has no option for."""
     least = getattr(error, "least_bytes", None)
     return str(error).splitlines()[0] if least is None else f"policies and tiles need at least {format_bytes(least)}"
-
-
-def _rounded_up(nbytes: int) -> str:
-    """A budget that is enough, as it is typed."""
-    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
-    return f"{-(-nbytes // unit)}{name}"
 
 
 def _within(
