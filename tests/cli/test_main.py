@@ -61,6 +61,40 @@ def test_every_command_is_there_and_its_help_names_no_type(name: str) -> None:
     assert all(hint.__metadata__[0].help for argument, hint in hints.items() if argument != "return")
 
 
+@pytest.mark.parametrize("columns", [30, 40, 60, 79, 80, 120])
+def test_help_cuts_nothing_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in COMMANDS:
+        shown = outcore_command(name, "--help")
+        function = getattr(importlib.import_module(f"outcore.cli.{_FILES.get(name, name)}"), name)
+        hints = get_type_hints(function, include_extras=True)
+        options = [
+            word for hint in hints.values() for word in getattr(hint, "__metadata__", [None])[0].param_decls or ()
+        ]
+        missing = [o for o in options if any(part not in shown.stdout for part in o.split("/") if part.startswith("-"))]
+        assert shown.returncode == 0 and missing == []
+        assert not re.search(r"\w…", shown.stdout), name
+    listed = outcore_command("--help").stdout
+    assert "…" not in listed and not re.search(r"\w\.\.\.$", listed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "job.py", "--lr", "fast"], "Invalid value for '--lr': fast was given; it must be a number"),
+        (["train", "job.py", "--epochs", "1.5"], "1.5 was given; it must be a whole number of at least 1"),
+        (["profile", "job.py", "--depth", "0"], "0 was given; it must be a whole number of at least 1"),
+        (["infer", "job.py", "--data", "x", "--workers", "99"], "99 was given; it must be a whole number from 0 to 64"),
+        (["whatif", "job.py", "--seconds", "x"], "x was given; it must be a number of at least 0.1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_number_that_is_none_is_answered_with_what_was_given_and_needed(words: list[str], said: str) -> None:
+    shown = outcore_command(*words)
+    assert shown.returncode == 2 and said in " ".join(re.sub("[│╭╮╰╯─]", " ", shown.stderr).split())
+    assert "Input should" not in shown.stderr
+
+
 def test_messages_are_in_the_words_of_the_command_line() -> None:
     for said, wanted in (
         ('give memory="3MiB" or more', "give --memory 3MiB or more"),

@@ -156,8 +156,15 @@ def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) 
         console.print(f"{name:<{width}} {arrow} {', '.join(others) or '·'}", highlight=False, markup=False)
 
 
+def _whole_names(table: Table, count: int) -> None:
+    """Names in the first columns are folded, not cut, and numbers stay on a line."""
+    for i, column in enumerate(table.columns):
+        column.overflow, column.no_wrap = "fold", i >= count
+
+
 def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("value", "from", "to", "distance", "size", box=None, header_style="bold")
+    _whole_names(table, 3)
     for skip in graph.skips(depth):
         table.add_row(skip.value, skip.source, skip.target, str(skip.distance), format_bytes(skip.bytes))
     console.print(table if table.rows else "no value is used further away than the next block")
@@ -165,6 +172,7 @@ def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
 
 def _print_cuts(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("after", "before", "values", "crossing", box=None, header_style="bold")
+    _whole_names(table, 2)
     for cut in graph.cuts(depth):
         table.add_row(cut.after, cut.before, str(len(cut.values)), format_bytes(cut.bytes))
     console.print(table)
