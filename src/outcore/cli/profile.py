@@ -137,31 +137,33 @@ def _show_sizes(
     svg: Path | None,
 ) -> None:
     """A table over batch or image sizes: by estimate, or with --measure by measured blocks and what follows of them."""
+    first = sizes[0] if sizes else None
     with working("predicting", quiet=json):
         if sides:
-            multiple = multiple_of(job, sizes[0] if sizes else None, sides[0])
+            multiple = multiple_of(job, first, sides[0])
             sides = _taken(sides, multiple, quiet=json)
-            found = scale_images(job, device, sides, sizes[0] if sizes else None, multiple)
+            found = scale_images(job, device, sides, first, multiple)
         else:
             found = scale(job, device, sizes=sizes)
     profiles = []
     if measured:
         known = {p.size for p in found.points}
         for size in (s for s in sides or sizes if s in known):
-            batch, side = (sizes[0] if sizes else None, size) if sides else (size, None)
+            batch, side = (first, size) if sides else (size, None)
             profiles.append(_one(job, device, batch, True, seconds, quiet=json, image=side))
         found = from_measured(found, dict(zip((s for s in sides or sizes if s in known), profiles, strict=True)))
     else:
         profiles = [_one(job, device, size, False, seconds, quiet=True) for size in sizes]
-    if svg is not None and profiles:
-        write_text(svg, profile_svg(profiles[-1]))
+    if svg is not None:
+        last = profiles[-1] if profiles else _one(job, device, first, False, seconds, quiet=True, image=sides[-1])
+        write_text(svg, profile_svg(last))
     document: dict[str, Any] = {"profiles": [p.to_json() for p in profiles], "scaling": found.to_json()}
     if not sides:
         document["largest_batch"] = found.largest
     _write(document, output, json)
     if not json:
         table_console().print(scaling_table(found))
-    wrote(svg if profiles else None, output)
+    wrote(svg, output)
 
 
 def _taken(sides: list[int], multiple: int, *, quiet: bool) -> list[int]:

@@ -81,7 +81,9 @@ def whatif(
 
     outcore whatif job.py --if amp --if compile --if amp+compile --verify
 
-    outcore whatif job.py --if layer3=free --if conv:0.5x       what work on a part could gain at most
+    What work on a part could gain at most, other GPUs and more of them:
+
+    outcore whatif job.py --if layer3=free --if conv:0.5x
 
     outcore whatif job.py --on a100,l40s,h100 --price 1.8,1.0,2.9 --epoch 1281167
 
