@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
 from outcore.cli.common.wording import typed
 from outcore.cli.main import _FILES, COMMANDS, _is_interruption
+from outcore.planner import SCHEDULES
+from outcore.program.plan.document import BatchNorm
 from tests.cli.command import outcore_command
 
 
@@ -25,6 +27,24 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert shown.stdout.splitlines()[-1] == "False False", shown.stderr
+
+
+def test_help_and_a_wrong_option_of_any_command_import_no_torch() -> None:
+    program = (
+        "import sys\nfrom outcore.cli.main import COMMANDS, main\n"
+        "for name in COMMANDS:\n    for word in ('--help', '--hepl'):\n        sys.argv = ['outcore', name, word]\n"
+        "        try:\n            main()\n        except SystemExit as left:\n"
+        "            print(name, left.code or 0, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    lines = [line for line in shown.stderr.splitlines() if line.split()[0] in COMMANDS]
+    assert lines == [f"{name} {code} False" for name in COMMANDS for code in (0, 2)], shown.stderr
+
+
+def test_help_names_the_schedules_and_norms_there_are() -> None:
+    shown = " ".join(re.sub("[│]", " ", outcore_command("plan", "--help").stdout).split())
+    assert f"One of {', '.join(SCHEDULES)}." in shown
+    assert f"What batch norms see: {', '.join(get_args(BatchNorm))} (the whole" in shown
 
 
 @pytest.mark.parametrize(
@@ -172,7 +192,7 @@ def test_what_the_system_refuses_is_said_with_what_to_do(tmp_path: Path, monkeyp
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "runs")
 
-    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    monkeypatch.setattr("outcore.job.Job.load", refuse)
     shown = outcore_command("graph", "job.py", folder=tmp_path)
     said = "error: runs: Read-only file system; name a place that takes it: --out or -o\n"
     assert (shown.returncode, shown.stderr) == (1, said)

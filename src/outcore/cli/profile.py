@@ -12,22 +12,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outcore.cli.common.image_sizes import multiple_of, rounded, scale_images
 from outcore.cli.common.messages import Interruption, table_console, working, wrote
 from outcore.cli.common.options import Arguments, Inputs, JobName, Json
-from outcore.cost.predicted.scaling import Scaling
-from outcore.cost.profile import Profile, largest_batch, scale
-from outcore.cost.profile import profile as make_profile
 from outcore.documents.reading import write_text
-from outcore.job import Job
 from outcore.machine import Device, Machine, known, parse
-from outcore.planner.memory.evaluate import StepModel
-from outcore.planner.memory.search import Assignment
-from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
-from outcore.report.profile import ProfileView, scaling_table
-from outcore.report.profile_svg import profile_svg
 
 if TYPE_CHECKING:
+    from outcore.cost.predicted.scaling import Scaling
+    from outcore.cost.profile import Profile
+    from outcore.job import Job
+    from outcore.planner.memory.evaluate import StepModel
+    from outcore.planner.memory.search import Assignment
     from outcore.scan.study.analyse import Analysis
 
 __all__ = ["profile"]
@@ -76,6 +71,12 @@ def profile(
 
         outcore profile job.py --on a100 --frontier --svg profile.svg
     """
+    from outcore.cost.profile import largest_batch
+    from outcore.job import Job
+    from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
+    from outcore.report.profile import ProfileView
+    from outcore.report.profile_svg import profile_svg
+
     if on is not None and measured:
         raise typer.BadParameter("another device cannot be measured from here; leave out --measure", param_hint="--on")
     sizes, sides = _sizes(batch, "--batch"), _sizes(image, "--image")
@@ -137,6 +138,11 @@ def _show_sizes(
     svg: Path | None,
 ) -> None:
     """A table over batch or image sizes: by estimate, or with --measure by measured blocks and what follows of them."""
+    from outcore.cli.common.image_sizes import multiple_of, scale_images
+    from outcore.cost.profile import scale
+    from outcore.report.profile import scaling_table
+    from outcore.report.profile_svg import profile_svg
+
     first = sizes[0] if sizes else None
     with working("predicting", quiet=json):
         if sides:
@@ -168,6 +174,8 @@ def _show_sizes(
 
 def _taken(sides: list[int], multiple: int, *, quiet: bool) -> list[int]:
     """The sides that the network accepts; printed where they differ from those that were asked for."""
+    from outcore.cli.common.image_sizes import rounded
+
     taken = sorted({rounded(side, multiple) for side in sides})
     if taken != sorted(set(sides)) and not quiet:
         said = f"this network takes sides in multiples of {multiple}: {', '.join(map(str, taken))}"
@@ -242,6 +250,8 @@ def _one(
     quiet: bool,
     image: int | None = None,
 ) -> Profile:
+    from outcore.cost.profile import profile as make_profile
+
     if not measured:
         with working("estimating", quiet=quiet):
             return make_profile(job, device, size=size, image=image)
