@@ -41,6 +41,7 @@ from outcore.machine.probe_cpu import cpu_memory_bytes, cpu_name, measure_copy, 
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
 from outcore.whatif.recording import Recording, record_setup
+from outcore.whatif.scaling import LEAST_GAIN
 from outcore.whatif.setup import TrainingSetup
 
 HERE = Path(__file__).parent
@@ -109,10 +110,17 @@ def predict_again(path: Path, recordings: dict[str, Recording]) -> None:
         link = link_of(row["probe"], row["ranks"], row["link"], row["cores"])
         row["predicted_s"] = predicted(recordings[row["network"]], row["strategy"], row["ranks"], row["alone_s"], link)
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
-        row["predicted_helps"] = row["ranks"] * row["alone_s"] > row["predicted_s"]
+        row["predicted_helps"] = helps(row["ranks"], row["ranks"] * row["alone_s"], row["predicted_s"])
+        row["measured_helps"] = helps(row["ranks"], row["ranks"] * row["alone_s"], row["measured_s"])
         show(row)
     path.write_text(json.dumps(document, indent=1) + "\n")
     summary(document["rows"])
+
+
+def helps(ranks: int, alone_s: float, together_s: float) -> bool:
+    """Whether ranks bring more samples a second than one of them, by as much as `outcore whatif` asks for: both times
+    are of the samples that all ranks take in a step."""
+    return alone_s / together_s > 1 + LEAST_GAIN * (ranks - 1)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -183,8 +191,8 @@ def measured(count: int, rate: int, delay: float, recordings: dict[str, Recordin
                 "ranks": count, "link": name, "network": network, "strategy": strategy, "cores": every["cores"],
                 "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
                 "error": predicted_s / real["step_s"] - 1,
-                "predicted_helps": count * alone["step_s"] > predicted_s,
-                "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
+                "predicted_helps": helps(count, count * alone["step_s"], predicted_s),
+                "measured_helps": helps(count, count * alone["step_s"], real["step_s"]), "probe": probe,
                 "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
                 "alone_core_s": alone["core_s"], "measured_core_s": real["core_s"],
             }

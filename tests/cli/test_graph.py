@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import outcore
+from outcore.machine import format_bytes
+from outcore.models import UNet
 from tests.cli.command import outcore_command
 
 UNET = ["outcore.models:UNet", "--input", "1x3x64x64", "--arg", "width=4", "--arg", "depth=2"]
@@ -54,6 +56,22 @@ def test_lists_json_and_pictures(tmp_path: Path) -> None:
     assert outcore.Graph.from_json(json.loads(written.stdout)).root.type == "UNet"
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert "encoder1" in (tmp_path / "a.html").read_text()
+
+
+def test_skips_and_cuts_are_tables_of_what_crosses() -> None:
+    graph = outcore.capture(UNet(width=4, depth=2), [(1, 3, 64, 64)])
+    skips = outcore_command("graph", *UNET, "--depth", "1", "--skips").stdout.splitlines()
+    assert [row.split()[:4] for row in skips[1:]] == [
+        [skip.value, skip.source, skip.target, str(skip.distance)] for skip in graph.skips(1)
+    ]
+    cuts = outcore_command("graph", *UNET, "--depth", "1", "--cuts").stdout.splitlines()
+    assert [row.split() for row in cuts[1:]] == [
+        [cut.after, cut.before, str(len(cut.values)), *format_bytes(cut.bytes).split()] for cut in graph.cuts(1)
+    ]
+    chain = outcore_command(
+        "graph", "torch.nn:Linear", "-i", "1x4", "-a", "in_features=4", "-a", "out_features=4", "--skips"
+    )
+    assert "no value is used further away than the next block" in chain.stdout
 
 
 def test_two_calls_of_a_function_are_two_and_of_a_module_one(tmp_path: Path) -> None:

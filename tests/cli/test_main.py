@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 
 from outcore.cli.common.wording import typed
 from outcore.cli.main import _FILES, COMMANDS, _is_interruption
+from outcore.errors import OutcoreError
 from outcore.planner import SCHEDULES
 from outcore.program.plan.document import BatchNorm
 from tests.cli.command import outcore_command
@@ -212,3 +214,43 @@ def test_an_interruption_is_said_once() -> None:
             return leaving
 
     assert _is_interruption(left(said=False)) and not _is_interruption(left(said=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (KeyboardInterrupt(), 130, ["interrupted"]),
+        (OSError(errno.ENOSPC, "No space left on device"), 1,
+         ["error: what was to be written: No space left on device; name a place that takes it: --out or -o"]),
+        (OSError(errno.ENOENT, "No such file or directory", "a.yaml"), 1, ["error: a.yaml: No such file or directory"]),
+        (type("SafetensorError", (Exception,), {})("I/O: No space left (os error 28)"), 1,
+         ["error: weights cannot be written: No space left (os error 28)"]),
+        (OutcoreError("no such layer"), 1, ["error: no such layer"]),
+    ],
+)  # fmt: skip
+def test_every_end_has_its_code_and_one_line(
+    error: BaseException, code: int, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    shown = outcore_command("graph", "job.py", folder=tmp_path)
+    assert (shown.returncode, shown.stderr.splitlines(), shown.stdout) == (code, lines, "")
+
+
+def test_an_error_of_the_job_is_shown_with_the_job_s_own_frames(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("def model():\n    return {}['weights']\n\ndef batch(size):\n    return size\n")
+    shown = outcore_command("graph", "job.py", folder=tmp_path)
+    assert shown.returncode == 1 and "KeyError" in shown.stderr and "job.py" in shown.stderr
+    assert "typer" not in shown.stderr and "click" not in shown.stderr
+
+
+def test_editors_are_served_or_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[int] = []
+    server = SimpleNamespace(start_io=lambda: served.append(1))
+    monkeypatch.setattr("outcore.explore.language_server.language_server", lambda: server)
+    assert outcore_command("lsp").returncode == 0 and served == [1]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    shown = outcore_command("lsp")
+    assert shown.returncode == 1 and "pip install 'outcore[ui]'" in shown.stderr and served == [1]

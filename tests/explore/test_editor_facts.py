@@ -180,3 +180,78 @@ def test_an_editor_that_cannot_be_told_of_hints_waits_for_them(path: Path, refre
         return done
 
     assert asyncio.run(ask()) == waits
+
+
+class Features(dict[str, Any]):
+    """What a language server answers, by the name of the request."""
+
+    def __init__(self, *_: str) -> None:
+        super().__init__()
+
+    def feature(self, name: str) -> Any:
+        return lambda handler: self.setdefault(name, handler)
+
+
+def test_an_editor_gets_hints_in_its_range_a_hover_on_a_line_and_one_lens(
+    path: Path, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Server()
+    shown.shown[path.as_uri()] = SMALL
+    session = looked(shown, path, [(facts, "")], monkeypatch)
+    monkeypatch.setattr("pygls.lsp.server.LanguageServer", Features)
+    monkeypatch.setattr(language_server, "EditorSession", lambda _: session)
+    answer: Any = language_server.language_server()
+    document, other = (lsp.TextDocumentIdentifier(p.as_uri()) for p in (path, path.parent / "other.py"))
+    rows = {row["line"]: row for row in facts["files"][str(path)]["lines"]}
+    first, last = sorted(rows)[1], sorted(rows)[-2]
+
+    asked = lsp.Range(lsp.Position(first - 1, 0), lsp.Position(last - 1, 0))
+    hints = asyncio.run(answer[lsp.TEXT_DOCUMENT_INLAY_HINT](lsp.InlayHintParams(document, asked)))
+    assert [hint.position.line + 1 for hint in hints] == [line for line in rows if first <= line <= last]
+    for hint in hints:
+        row = rows[hint.position.line + 1]
+        assert hint.label == row["hint"] + (" ◀" if row["share"] >= 0.15 else "")
+        assert hint.position.character == len(SMALL.splitlines()[row["line"] - 1]) and hint.padding_left
+        assert hint.tooltip.value == row["hover"] and hint.tooltip.kind == lsp.MarkupKind.Markdown
+    assert {hint.label.endswith("◀") for hint in hints} == {True, False}
+
+    def hover(line: int) -> Any:
+        return answer[lsp.TEXT_DOCUMENT_HOVER](lsp.HoverParams(document, lsp.Position(line - 1, 0)))
+
+    assert hover(first).contents.value == rows[first]["hover"] and hover(1) is None
+    (lens,) = answer[lsp.TEXT_DOCUMENT_CODE_LENS](lsp.CodeLensParams(document))
+    assert lens.command.title == facts["summary"]["lens"]
+    assert lens.range.start.line + 1 == facts["files"][str(path)]["functions"][0]
+    assert answer[lsp.TEXT_DOCUMENT_CODE_LENS](lsp.CodeLensParams(other)) == []
+
+
+def test_a_file_is_looked_at_when_it_is_opened_first_and_whenever_it_is_saved(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, seen = EditorSession(Server()), list[Path]()  # type: ignore[arg-type]
+    monkeypatch.setattr("pygls.lsp.server.LanguageServer", Features)
+    monkeypatch.setattr(language_server, "EditorSession", lambda _: session)
+    monkeypatch.setattr(session, "look", seen.append)
+    answer: Any = language_server.language_server()
+    for root in (tmp_path.as_uri(), None):
+        options = {"machine": "v100", "memory": None}
+        given = lsp.InitializeParams(lsp.ClientCapabilities(), root_uri=root, initialization_options=options)
+        answer[lsp.INITIALIZE](given)
+        assert session.options == {"machine": "v100"} and session.root == tmp_path.resolve()
+
+    def opened(uri: str) -> None:
+        item = lsp.TextDocumentItem(uri, "python", 1, "")
+        asyncio.run(answer[lsp.TEXT_DOCUMENT_DID_OPEN](lsp.DidOpenTextDocumentParams(item)))
+
+    def saved(uri: str) -> None:
+        document = lsp.TextDocumentIdentifier(uri)
+        asyncio.run(answer[lsp.TEXT_DOCUMENT_DID_SAVE](lsp.DidSaveTextDocumentParams(document)))
+
+    opened(path.as_uri())
+    session.files[str(path)] = {"job": str(path)}
+    opened(path.as_uri())  # what is known is not looked at again
+    assert seen == [path]
+    saved(path.as_uri())
+    opened("untitled:1")
+    saved("untitled:1")
+    assert seen == [path, path]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import outcore.keras
 from outcore.errors import ModelError
+from outcore.keras.installed import repeatable
 from outcore.load_order import settle_triton
 
 
@@ -43,3 +46,26 @@ def test_triton_is_loaded_before_tensorflow() -> None:
     assert shown.returncode == 0, shown.stderr[-2000:]
     has_triton = importlib.util.find_spec("triton") is not None
     assert shown.stdout.split("\n")[-2] == str(["triton", "tensorflow"] if has_triton else ["tensorflow"])
+
+
+def test_a_repeatable_part_begins_anew_every_time_and_leaves_no_trace() -> None:
+    import keras
+
+    def number(name: str) -> int:
+        return int(name.rpartition("_")[2]) if "_" in name else 0
+
+    before = number(keras.layers.Dense(1).name)
+    state = random.getstate()
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        with repeatable():
+            names = [keras.layers.Dense(1).name for _ in range(2)]
+            assert names == ["dense", "dense_1"]
+            drawn.append((random.random(), float(keras.random.normal((), seed=keras.random.SeedGenerator()))))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert random.getstate() == state and number(keras.layers.Dense(1).name) == before + 1
+    with pytest.raises(ZeroDivisionError), repeatable():
+        keras.layers.Dense(1)
+        raise ZeroDivisionError
+    assert random.getstate() == state and number(keras.layers.Dense(1).name) == before + 2

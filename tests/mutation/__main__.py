@@ -5,6 +5,7 @@
     python -m tests.mutation --tests program planner     what these folders of tests notice
     python -m tests.mutation --named                     defects that once were not noticed
     python -m tests.mutation --minutes 8                 a piece of it; the same command goes on where it stopped
+    python -m tests.mutation --processes 14 --minutes 9  on a machine with 16 cores
 
 First all quick tests run once, to know what each reaches; that is kept in dist/mutation until a file of tests changes.
 Each mutant's end is a line of dist/mutants.jsonl as soon as it is known.
@@ -16,6 +17,9 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +30,8 @@ from tests.mutation.trial import ROOT, Tests
 
 IMPORTED = "torch torch._dynamo torch.distributed pytest numpy scipy.optimize scipy.sparse sympy typer rich".split()
 """What takes seconds to import and is no part of what is tested: forks have it."""
+_LATE_S = 60.0
+"""So long after its time a process may be busy with a last file of tests, or a last mutant."""
 ENDS = ("killed", "survived", "unreached")
 
 
@@ -44,6 +50,39 @@ def table(mutants: list[Mutant]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def claimed(claims: Path | None, number: int) -> bool:
+    """Whether no other process has taken it."""
+    try:
+        if claims is not None:
+            (claims / str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def started(processes: int, minutes: float, out: Path, arguments: list[str]) -> None:
+    """Have several processes watch the tests, at most half of the time, and then try mutants; gather their rows."""
+    began, claims = time.monotonic(), out.with_suffix(".claims")
+    shutil.rmtree(claims, ignore_errors=True)
+    claims.mkdir(parents=True)
+    command = [sys.executable, "-m", "tests.mutation", *arguments, "--processes", "1"]
+    outs = [out.with_name(f"{out.name}-{number}") for number in range(processes)]
+    for more, share in ((["--watch"], 0.5), (["--claims", str(claims)], 1.0)):
+        left = max(minutes * share - (time.monotonic() - began) / 60, 0.0)
+        commands = [[*command, *more, "--minutes", str(left), "--out", str(one)] for one in outs]
+        end = time.monotonic() + 60 * left + _LATE_S
+        for child in [subprocess.Popen(words, cwd=ROOT) for words in commands]:
+            try:
+                child.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+        print(f"{time.monotonic() - began:.0f} s: {more[0]} has ended", flush=True)
+    with out.with_suffix(".jsonl").open("a") as gathered:
+        for rows in (one.with_suffix(".jsonl") for one in outs):
+            gathered.write(rows.read_text() if rows.exists() else "")
+            rows.unlink(missing_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=300)
@@ -56,6 +95,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "mutants")
     parser.add_argument("--file-seconds", type=float, default=1e9, help="of tests per file while watching, at most")
     parser.add_argument("--part", default="0/1", help="0/2 and 1/2 for two processes with an --out each")
+    parser.add_argument("--processes", type=int, default=1, help="each with a copy of the repository beside --out")
+    parser.add_argument("--claims", type=Path, help="a folder by which processes agree on who tries what")
     parser.add_argument("--again", action="store_true", help="forget what was tried before")
     parser.add_argument("--watch", action="store_true", help="only find out what each test reaches")
     parser.add_argument("--named", action="store_true", help="the defects of tests/mutation/named.py")
@@ -63,13 +104,18 @@ def main() -> None:
     until = time.monotonic() + 60 * given.minutes
     given.out, given.records = given.out.resolve(), given.records.resolve()
     given.records.mkdir(parents=True, exist_ok=True)
+    if given.processes > 1:
+        started(given.processes, given.minutes, given.out, sys.argv[1:])
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; tests of kernels set it again
     for name in IMPORTED:
         __import__(name)
     del os.environ["TRITON_INTERPRET"]
     tests = Tests(given.out.with_suffix(".tree"), given.records, given.tests)
-    if not given.named and (not tests.watch(until, given.file_seconds) or given.watch):
-        return
+    if not given.named:
+        known_in_time = given.claims or given.processes > 1 or tests.watch(until, given.file_seconds)
+        if given.watch or not known_in_time:
+            return
+        tests.load()
     rows = given.out.with_suffix(".jsonl")
     if given.again:
         rows.unlink(missing_ok=True)
@@ -77,13 +123,13 @@ def main() -> None:
     source, done = tests.tree / "src" / "outcore", list[Mutant]()
     drawn = named(source) if given.named else draw(source, given.count, given.packages, given.seed)
     part, parts = map(int, given.part.split("/"))
-    for mutant in drawn[part::parts]:
+    for number, mutant in list(enumerate(drawn))[part::parts]:
         content = hashlib.sha256((source / mutant.file).read_bytes()).hexdigest()[:12]
         key = f"{content} {mutant.file} {mutant.start} {mutant.text}"
         if key in known:
             mutant.end, mutant.by, mutant.time_s = (known[key][name] for name in ("end", "by", "time_s"))
-        elif time.monotonic() > until:
-            break
+        elif time.monotonic() > until or given.processes > 1 or not claimed(given.claims, number):
+            continue
         else:
             tests.try_out(mutant, given.seconds)
             with rows.open("a") as out:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -102,6 +103,19 @@ def block_at(source: str, place: int) -> str:
     """The name of the innermost block that holds a byte of the source; empty outside of functions."""
     holding = [(ends - begins, name) for name, _, begins, ends in blocks(source) if begins <= place < ends]
     return min(holding)[1] if holding else ""
+
+
+def importers(source: Path, file: str) -> set[str]:
+    """A file, the files that import it, and those that import these as far as they belong to the same package."""
+    found, asked = {file}, [file]
+    every = {str(path.relative_to(source)): path.read_text() for path in source.rglob("*.py")}
+    while asked:
+        parent, _, name = asked.pop().removesuffix(".py").replace("/", ".").rpartition(".")
+        imported = re.compile(rf"from outcore\.{re.escape(parent)}(\.{name} import | import .*\b{name}\b)")
+        more = {other for other, words in every.items() if other not in found and imported.search(words)}
+        found |= more
+        asked += [other for other in more if other.split("/")[0] == file.split("/")[0]]
+    return found
 
 
 class Marks:

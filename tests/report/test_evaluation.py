@@ -100,6 +100,29 @@ def test_maps_have_their_agreement_with_the_mask_worst_first(tmp_path: Path) -> 
     assert found[2]["dice"] == found[2]["accuracy"] == 1
 
 
+def test_the_worst_maps_and_the_slides_that_are_wrong_have_a_picture_where_the_slide_is_there(tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    for name in ("near.tif", "far.tif", "right.tif"):
+        tifffile.imwrite(tmp_path / name, np.full((32, 32, 3), 99, np.uint8), tile=(16, 16))
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (tmp_path / "near.tif").rename(run / "near.tif")
+    (run / "run.json").write_text("{}")
+    rows = [f"{n}.tif,{dice},0.5" for n, dice in (("near", 0.1), ("gone", 0.2), ("far", 0.3), ("glass", ""))]
+    (run / "maps.csv").write_text("\n".join(["example,dice,accuracy", *rows]) + "\n")
+    maps = read_run(run)["maps"]
+    assert [e["example"] for e in maps["examples"]] == ["near.tif", "gone.tif", "far.tif", "glass.tif"]
+    assert maps["examples"][3]["dice"] is None and set(maps["thumbnails"]) == {"near.tif", "far.tif"}
+    assert all(picture.startswith("data:image/png") for picture in maps["thumbnails"].values())
+    predictions = Predictions()
+    output = torch.tensor([[0.0, 5.0], [5.0, 0.0], [5.0, 0.0]])
+    predictions.add(["near.tif", "gone.tif", "right.tif"], output, torch.tensor([0, 1, 0]))
+    predictions.write(run / "predictions.csv")
+    found = read_run(run)["evaluation"]
+    assert set(found["thumbnails"]) == {"near.tif"} and {"confusion", "roc"} <= set(found["pictures"])
+    assert read_run(run, evaluation=False)["maps"] is None
+
+
 def test_maps_and_values_are_not_listed(tmp_path: Path) -> None:
     for output, targets in (
         (torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 
@@ -17,6 +18,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
 from outcore.errors import PlanError
+from outcore.machine.units import format_bytes
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.program.plan.document import Plan
 from outcore.program.policies import RECOMPUTE, policies_to_json
@@ -135,6 +137,27 @@ def test_the_plan_says_it_and_can_be_said_by_hand(tmp_path) -> None:
     assert step.plan.boundary == ("5",) and step.plan.tile == (40, 40)
 
 
+def test_an_explanation_says_what_is_kept_where_and_what_follows() -> None:
+    net, x = classifier().eval(), image(120)
+    plan = Plan(outcore.capture(net, (x,)).fingerprint, (("",),), stream={"tile": 40, "boundary": "5"})
+    step = outcore.memory_plan(within(net, x, memory=None, plan=plan))
+    held = format_bytes(step.plan.bytes.boundary)
+    assert f"boundary maps of {held} kept for what follows" in step.explain()
+    assert "between passes" not in step.explain() and "policies" not in step.explain()
+
+    def said(**changes) -> str:
+        return dataclasses.replace(step, plan=dataclasses.replace(step.plan, **changes)).explain()
+
+    assert "2 maps between passes kept in host memory" in said(keep=("a", "b"), on_host=True)
+    assert "2 maps between passes kept on the device (0 B)" in said(keep=("a", "b"))
+    assert "maps between passes made again from the image" in said(passes=2)
+    policies = {"a": "recompute", "b": "encode:fp8", "c": "recompute", "d": "encode:bits"}
+    assert "runs untiled under policies: 2 recompute, 2 encode" in said(rest=policies)
+    stops = said(boundary=None, stopped=tuple((f"block{n}", "no rule") for n in range(5)))
+    assert stops.count("stops before") == 3 and "stops before block0: no rule" in stops
+    assert "x of plain (predicted)" not in dataclasses.replace(step, plain_s=None).explain()
+
+
 @pytest.mark.parametrize(("stream", "said"), [({"tiles": 4}, "no field 'tiles'"), ({"boundary": "5"}, "needs a tile")])
 def test_a_wrong_plan_is_refused(stream, said) -> None:
     net, x = classifier().eval(), image()
@@ -186,6 +209,9 @@ def test_what_follows_the_boundary_may_run_under_policies() -> None:
     less = UntiledTail(prepared)
     less.plan(None, None, chosen)
     assert chosen and less.peak_bytes < rest.peak_bytes
+    refused = UntiledTail(prepared)
+    refused.plan(1000, None)  # no policies meet it: it stays as it is
+    assert refused.policy == {} and refused.planned and refused.peak_bytes == rest.peak_bytes
     stream = json.loads(json.dumps({"tile": 64, "boundary": "2", "rest": policies_to_json(chosen)}))
     plan = Plan(outcore.capture(net, (x,)).fingerprint, (("",),), stream=stream)
     step = assert_trains_as_plain(within(net, x, memory=None, plan=plan), x, x)

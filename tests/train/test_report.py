@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -39,6 +40,12 @@ def test_the_command(finished: Path, tmp_path: Path) -> None:
     assert json.loads(shown.stdout)["ended"] == "finished"
     shown = outcore_command("report", str(finished), "-o", str(tmp_path / "page.html"))
     assert shown.returncode == 0 and "/run" in (tmp_path / "page.html").read_text()
+    assert shown.stdout == f"wrote {tmp_path / 'page.html'}\n"
+    with mock.patch("typer.launch") as opened:
+        assert outcore_command("report", str(finished)).stdout == f"wrote {finished / 'report.html'}\n"
+        assert not opened.called
+        outcore_command("report", str(finished), "--open")
+    opened.assert_called_once_with((finished / "report.html").as_uri())
     shown = outcore_command("report", str(tmp_path))
     assert shown.returncode == 1 and "holds no run; a run is made by: outcore train" in shown.stderr
 

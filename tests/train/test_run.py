@@ -19,8 +19,11 @@ from torch.nn import functional as F
 from outcore.data import write_slides
 from outcore.errors import CheckpointError, ConfigError, DataError, JobError, TrainError
 from outcore.job import Job
+from outcore.run.checkpoint.restore import find_checkpoint
+from outcore.run.ranks.world import World
 from outcore.train.examples.examples import OwnExamples
 from outcore.train.examples.feed import Feed
+from outcore.train.run_folder.folder import RunFolder
 from outcore.train.runners.runner import PlainRunner
 
 from .running import run, same, table, weights, write_job
@@ -77,6 +80,10 @@ def test_what_is_left_behind_can_be_read_without_outcore(tmp_path: Path) -> None
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["ended"] == "finished" and facts["position"]["step"] == 18
     assert facts["measured"]["steps"] == 18 and facts["measured"]["peak_bytes"] > 0
+    assert facts["classes"] == []
+    stored = find_checkpoint(World(0, 1, 0, None, None, owned=False), RunFolder(tmp_path / "run").last)
+    counts = {name: stored.document[name] for name in ("ranks", "samples", "skipped", "step")}
+    assert counts == {"ranks": 1, "samples": 3 * 24, "skipped": 0, "step": 18}
     (best,) = (tmp_path / "run" / "checkpoints" / "best").glob("step-*/weights-*")
     net = Job.load(str(tmp_path / "job.py")).build()
     net.load_state_dict(load_file(best))

@@ -11,11 +11,12 @@ import outcore
 from outcore.cost.profile import profile
 from outcore.errors import WhatIfError
 from outcore.machine import Device, parse
+from outcore.machine.clock import TimedRuns
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.carry_over import carry_costs, wave_ratio
 from outcore.whatif.compiled import compiled_tasks, fused_groups
 from outcore.whatif.elsewhere import carried_to, try_gpus
-from outcore.whatif.recording import record_setup, turned
+from outcore.whatif.recording import Recording, _ratio, _times, record_setup, turned
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
 from outcore.whatif.trial import run_in_turn
@@ -199,6 +200,51 @@ def test_carrying_over_to_the_same_gpu_changes_nothing() -> None:
     assert same.step.simulate().step_s == pytest.approx(found.step.simulate().step_s)
 
 
+def test_an_estimate_is_corrected_by_what_was_measured_of_another() -> None:
+    def slower(timing: TimedRuns | None, by: float) -> TimedRuns | None:
+        if timing is None:
+            return None
+        times = (timing.min_s, timing.median_s, timing.max_s, timing.mean_s)
+        return TimedRuns(*(by * t for t in times), 7, by * timing.dispatch_s)
+
+    def measured(of: Recording, by: float) -> Recording:
+        costs = of.profile.costs
+        calls = {
+            name: replace(cost, forward=slower(cost.forward, by), backward=slower(cost.backward, by))
+            for name, cost in list(costs.calls.items())[1:]  # one could not be measured
+        }
+        profile = replace(of.profile, costs=replace(costs, calls=calls, between_s=1e-3))
+        return replace(of, profile=profile, optimizer=slower(of.optimizer, by))
+
+    origin, asked = (record_setup(TrainingSetup(images(size)), H200) for size in (4, 64))
+    found = asked.carried(origin, measured(origin, 3.0))
+    first, *others = asked.profile.costs.calls
+    assert found.profile.costs.calls[first] == asked.profile.costs.calls[first]
+    for name in others:
+        cost, estimated = found.profile.costs.calls[name], asked.profile.costs.calls[name]
+        for mine, plain in ((cost.forward, estimated.forward), (cost.backward, estimated.backward)):
+            assert (mine is None) == (plain is None)
+            if mine is not None and plain is not None and plain.median_s:
+                assert mine.median_s == pytest.approx(3 * plain.median_s) and mine.runs == 7
+                assert mine.dispatch_s == pytest.approx(3 * plain.dispatch_s)
+    assert found.profile.costs.between_s == 1e-3
+    assert asked.optimizer is not None and found.optimizer is not None
+    assert found.optimizer.median_s == pytest.approx(3 * asked.optimizer.median_s)
+    assert found.step.simulate().step_s > asked.step.simulate().step_s
+
+
+def test_a_carried_time_keeps_half_of_the_spread_and_no_ratio_is_beyond_all_reason() -> None:
+    estimate, origin = TimedRuns(2.0, 4.0, 8.0, 4.0, 1, 0.4, 0.2), TimedRuns(1.0, 2.0, 3.0, 2.0, 1, 0.1, 0.1)
+    found = _ratio(estimate, origin, TimedRuns(9.0, 10.0, 11.0, 10.0, 5, 0.3, 0.1))
+    assert (found.min_s, found.median_s, found.max_s, found.mean_s) == (15.0, 20.0, 30.0, 20.0)
+    assert found.runs == 5 and (found.dispatch_s, found.lead_s) == pytest.approx((1.2, 0.2))
+    nothing = TimedRuns(0.0, 0.0, 0.0, 0.0, 1, 0.1)
+    free = _ratio(estimate, nothing, TimedRuns(9.0, 10.0, 11.0, 10.0, 5, 0.3))
+    assert free.median_s == 4.0 and free.dispatch_s == pytest.approx(1.2)
+    assert _times(3.0, 1000.0, 1.0) == 60.0 and _times(3.0, 1.0, 1000.0) == pytest.approx(0.15)
+    assert _times(3.0, 0.0, 1.0) == _times(3.0, 1.0, 0.0) == 3.0
+
+
 def test_a_gpu_that_is_better_in_everything_is_faster_in_every_call() -> None:
     found = record_setup(TrainingSetup(images(64)), H200)
     rates = {name: 2 * rate for name, rate in H200.rates.items()}
@@ -215,6 +261,9 @@ def test_a_gpu_that_is_better_in_everything_is_faster_in_every_call() -> None:
 def test_other_gpus_with_price_and_largest_batch() -> None:
     found = try_gpus(images(64), [H200, V100], prices=[2.0], epoch_samples=1000, watts=[700, 300])
     first, second = found.rows
+    for row, (low, high) in ((first, (0.9, 1.1)), (second, (0.6, 1.3))):  # the H200 has a calibration of its own
+        assert low * row.step_s <= row.low_s < row.step_s < row.high_s <= high * row.step_s
+    assert second.high_s / second.low_s > first.high_s / first.low_s
     assert first.step_s <= second.step_s and first.fits
     tiny = replace(V100, memory_bytes=2 << 20)
     (row,) = try_gpus(images(64), [tiny], largest=True).rows

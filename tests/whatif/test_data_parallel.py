@@ -141,6 +141,8 @@ def test_a_verdict_follows_the_link() -> None:
         images(64), [1, 4], parse_link("ib-ndr"), device=V100, mode="strong", strategies=("data_parallel",)
     )
     assert [p.batch for p in strong.points] == [64, 64]
+    # The largest part of the model is its second convolution: 16 x 8 x 9 weights and 16 biases.
+    assert fast.largest_block == ("3", 4 * (16 * 8 * 9 + 16)) and fast.weight_bytes > fast.largest_block[1]
 
 
 @pytest.mark.parametrize(("gpus", "how"), [([0], "data_parallel"), ([1], "pipelined"), ([128], "data_parallel")])

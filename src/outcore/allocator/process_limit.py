@@ -28,8 +28,15 @@ _OTHERWISE = (AttributeError, KeyError, RuntimeError, TypeError)
 
 def has_limit(device: torch.device) -> bool:
     """Whether the process has limited its own memory on a device."""
+    return limit_bytes(device) is not None
+
+
+def limit_bytes(device: torch.device) -> int | None:
+    """What the process may reserve on a device, where it has set a limit."""
     ask: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return bool(device.type == "cuda" and ask is not None and ask(device) < 1)
+    if device.type != "cuda" or ask is None or not ask(device) < 1:
+        return None
+    return int(ask(device) * torch.cuda.get_device_properties(device).total_memory)
 
 
 def limit_for(history: Iterable[Mapping[str, Any]], reserved_bytes: int) -> int:

@@ -26,12 +26,12 @@ from outcore.whatif.recording import Recording
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import Technique
 
-__all__ = ["STRATEGIES", "Scaling", "ScalingPoint", "scale_out"]
+__all__ = ["LEAST_GAIN", "STRATEGIES", "Scaling", "ScalingPoint", "scale_out"]
 
 Strategy = Literal["data_parallel", "sharded", "gpipe", "1f1b", "gems"]
 STRATEGIES: tuple[Strategy, ...] = ("data_parallel", "sharded", "gpipe", "1f1b", "gems")
 _FULL = 0.8
-_WORTH = 1.05
+LEAST_GAIN = 0.05
 """A GPU more helps if samples per second grow by more than a twentieth of what one brings."""
 
 
@@ -89,7 +89,7 @@ class Scaling:
         points = self.of(strategy)
         for number, after in enumerate(points[1:], 1):
             before = max(points[:number], key=lambda p: p.samples_per_s)
-            more = (_WORTH - 1) * (after.gpus / before.gpus - 1)
+            more = LEAST_GAIN * (after.gpus / before.gpus - 1)
             found[after.gpus] = after.samples_per_s > before.samples_per_s * (1 + more)
         return found
 

@@ -300,6 +300,27 @@ def test_the_number_of_comparisons_grows_with_the_modules_alone() -> None:
     assert fifty < 200 * 20  # 200 modules, at most twenty comparisons each
 
 
+def test_of_a_very_large_table_the_number_of_entries_is_compared_and_nothing_else() -> None:
+    class Looked(nn.Module):
+        def __init__(self, entries: int) -> None:
+            super().__init__()
+            self.layer, self.table = nn.Linear(3, 3), list(range(entries))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.table[3]
+
+    small, large = (Looked(n) for n in (100, 30_000))
+    for net, entries_too in ((small, True), (large, False)):
+        _, reads = recorded(net, torch.randn(2, 3))
+        assert (len(reads) > 100) == entries_too and reads.holds()
+        net.table[7] = -1
+        assert reads.holds() != entries_too
+        net.table[7] = 7
+        assert reads.holds()
+        net.table.append(0)
+        assert not reads.holds()
+
+
 def test_hooks_and_layers_that_change_themselves_are_repeated_as_they_are() -> None:
     counted: list[int] = []
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.errors import PlanError
 from outcore.memory.saved_tensors import plan_cache
+from outcore.planner.memory.plan import MemoryPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +33,38 @@ def step(model: nn.Module, images: torch.Tensor, optimizer: torch.optim.Optimize
     found = [p.grad.detach().cpu() for p in model.parameters() if p.grad is not None]
     optimizer.step()
     return found
+
+
+@pytest.mark.parametrize("share", [0.3, 0.15])
+def test_a_wall_that_is_too_near_is_refused_and_the_one_that_is_named_holds(share: float) -> None:
+    """Out of memory in the middle of training is what a budget is there to prevent."""
+    torch.manual_seed(0)
+    model, images = network().cuda(), torch.randn(32, 3, 128, 128, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step(model, images, optimizer)
+    budget = int(share * torch.cuda.max_memory_reserved())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    model.zero_grad()
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        for _ in range(4):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(budget / total)
+            try:
+                outcore.within(model, (images,), memory=budget, optimizer=optimizer, measure_s=1.0, quiet=True)
+                break
+            except PlanError as refused:
+                assert refused.least_bytes is not None and refused.least_bytes > budget
+                print(refused)
+                budget = refused.least_bytes
+        for _ in range(4):
+            step(model, images, optimizer)
+        assert isinstance(outcore.memory_plan(model), MemoryPlan)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])

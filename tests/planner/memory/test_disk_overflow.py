@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from outcore.cost.buffers import Buffer
-from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.copy_schedule import OffloadTarget, schedule_transfers
 from outcore.planner.memory.disk_overflow import DiskOverflow
 
 DISK = OffloadTarget(out_bytes_per_s=1.0, in_bytes_per_s=2.0)
@@ -62,3 +68,24 @@ def test_who_comes_when_there_is_room_does_not_wait() -> None:
     host.left(A, 1.0)  # until 5
     assert host.admit(B, 5.0) == 5.0
     assert host.admit(C, 5.5) == 5.5 and host.waited_s == 0.0
+
+
+def test_copies_of_a_step_wait_for_the_room_that_others_make_on_the_host() -> None:
+    """Worked out by hand: three calls of a second each way, no time to leave, a second for each byte to come back.
+
+    The disk has taken a at 5 and b at 8, when c leaves: backward begins six seconds late, at 9. c is back at 11, and
+    its room is where b is read into, until 12.5; b is back at 15.5, a is read until 17.5 and back at 21.5.
+    """
+    step: Any = SimpleNamespace(
+        forward_ends=[1.0, 2.0, 3.0],
+        backward_s=[1.0, 1.0, 1.0],
+        order=["0", "1", "2"],
+        differentiated=[0, 1, 2],
+        forward_at=[0, 1, 2],
+        backward_at=[5, 4, 3],
+    )
+    moved = [(replace(b, last=n), n) for n, b in enumerate((A, B, C))]
+    found = schedule_transfers(step, moved, {}, OffloadTarget(1e18, 1.0, 4, beyond=DISK))
+    assert found.stall_s == pytest.approx(6.0 + (21.5 - 11.0)) and (found.bytes, found.further_bytes) == (9, 7)
+    assert [(copies.buffer, copies.fetch) for copies in found.moved] == [("c", 2), ("b", 1), ("a", 0)]
+    assert schedule_transfers(step, moved, {}, OffloadTarget(1e18, 1.0, 4)).stall_s == float("inf")

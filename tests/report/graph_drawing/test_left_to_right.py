@@ -13,8 +13,9 @@ from torch import nn
 import outcore
 from outcore.errors import OutcoreError
 from outcore.models import UNet
+from outcore.program.plan.document import Plan
 from outcore.report.graph_drawing.left_to_right import landscape, nested_skips, u_shape
-from outcore.report.graph_drawing.shading import Shading, memory_by_block, time_by_block
+from outcore.report.graph_drawing.shading import Shading, memory_by_block, moved_by_block, time_by_block
 from tests.cli.command import outcore_command
 
 
@@ -81,5 +82,44 @@ def test_the_command_draws_all_forms(tmp_path: Path) -> None:
         shown = outcore_command("graph", *network, *more, folder=tmp_path)
         assert shown.returncode == 0, shown.stderr
         ElementTree.fromstring((tmp_path / "g.svg").read_text())
+    shades = {}
+    graph = unet(4)
+    policy = {"encoder1.0#0:out": "offload"}
+    Plan(graph=graph.fingerprint, stages=(("",),), policy=policy).save(tmp_path / "plan.json")
+    for shade, said in (
+        ("time", "time of forward and backward: 0 to"),
+        ("memory", "memory kept for backward: 0 to"),
+        ("plan.json", "memory that the plan does not keep: 0 to"),
+    ):
+        more = ["--form", "landscape", "--shade", shade, "--on", "a100"]
+        assert outcore_command("graph", *network, *more, folder=tmp_path).returncode == 0
+        shades[shade] = (tmp_path / "g.svg").read_text()
+        assert said in shades[shade] and ">UNet<" in shades[shade]
+    assert len({re.sub("[a-z :]+0 to.*", "", picture) for picture in shades.values()}) == 3
     assert outcore_command("graph", *network, "--form", "round", folder=tmp_path).returncode == 2
     assert outcore_command("graph", *network, "--shade", "time", folder=tmp_path).returncode == 2
+
+
+def test_what_a_plan_moves_is_counted_in_the_block_that_made_it_and_in_all_around_it() -> None:
+    graph = unet(1)
+    made = {call.block: call.outputs[0] for call in graph.calls.values() if call.block.startswith("encoder1.")}
+    (first, a), (second, b), *_ = made.items()
+    policy = {a: "offload", b: "recompute", graph.outputs[0]: "keep", "not there": "offload"}
+    found = moved_by_block(graph, Plan(graph=graph.fingerprint, stages=(("",),), policy=policy))
+    sizes = [graph.values[v].bytes for v in (a, b)]
+    assert (found[first], found[second]) == tuple(sizes) and found["encoder1"] == sum(sizes)
+    assert not any(block.startswith("decoder") for block in found)
+
+
+def test_a_scale_says_what_its_darkest_shade_is() -> None:
+    def said(unit: str, most: float) -> str:
+        return (
+            ElementTree.fromstring("<g>" + "".join(Shading({"a": most, "b": 0.0}, unit).scale(0, 0)) + "</g>")[-1].text
+            or ""
+        )
+
+    assert said("time", 0.25) == "time: 0 to 250 ms" and said("memory", 3 << 20) == "memory: 0 to 3 MiB"
+    assert said("values", 12.0) == "values: 0 to 12"
+    shading = Shading({"a": 4.0, "b": 1.0}, "time")
+    assert shading.share("b") == 0.25 and not shading.is_dark("b") and shading.share("elsewhere") == 0
+    assert Shading({}, "time").colour("a") == Shading({"a": 0.0}, "time").colour("a") == shading.colour("elsewhere")

@@ -107,3 +107,27 @@ def test_outputs_have_the_names_the_model_gives_them_and_shared_blocks_say_so() 
 class Two(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x.relu(), x.sigmoid()
+
+
+def test_the_legend_explains_the_colours_that_are_there_and_counts_parameters() -> None:
+    make = Maker()
+    value = make.call("a", "x", type="Conv2d", parameters=1234)
+    value = make.call("b", value, type="ReLU")
+    picture = ET.fromstring(svg(make.graph(make.call("c", value, type="Linear", parameters=6))))
+    legend = [t.text for t in picture.findall(f"{SVG}text")]
+    assert legend[:4] == ["convolution", "activation, pooling", "linear", "1.24k parameters"]
+    drawn = {str(r.get("class")).removeprefix("box "): r.get("fill") for r in picture.iter(f"{SVG}rect")}
+    swatches = [r.get("fill") for r in picture.findall(f"{SVG}rect") if r.get("class") == "box"]
+    assert swatches == [drawn["convolution"], drawn["activation"], drawn["linear"]]
+    places = [(float(t.get("x", "")), float(t.get("y", ""))) for t in picture.findall(f"{SVG}text")]
+    assert len(set(places)) == len(places)  # in a row or below each other, never on each other
+    assert not ET.fromstring(svg(make.graph(value), legend=False)).findall(f"{SVG}text")
+
+
+def test_boxes_that_stand_for_several_have_a_sheet_behind_and_containers_a_second_border() -> None:
+    def rects(part: str, **options: bool) -> int:
+        groups = ET.fromstring(svg(stack(3), depth=2, **options)).iter(f"{SVG}g")
+        return next(len(g.findall(f"{SVG}rect")) for g in groups if g.get("data-part") == part)
+
+    assert rects("layers.0#0", fold=False) == 2 and rects("layers.0#0") == 3
+    assert rects("stem#0") == 1

@@ -7,8 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from outcore.errors import EngineError
+from outcore.run.ranks import rendezvous
+from outcore.run.ranks.rendezvous import LauncherEnvironment
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.ranks.store_client import StoreClient
 
@@ -45,6 +52,32 @@ def test_ranks_of_one_launcher_meet_again_at_the_same_port() -> None:
         said, _ = process.communicate(timeout=120.0)
         assert process.returncode == 0, said
         assert said.split("\n")[:3] == [str([[turn, 0], [turn, 1]]) for turn in range(3)]
+
+
+@pytest.mark.parametrize("worlds", [1, 2])
+def test_a_rank_that_waits_at_the_store_of_the_world_before_looks_for_the_next(
+    worlds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a first world nothing can have been there before: a store that closes is then an error at once."""
+    monkeypatch.setattr(rendezvous, "_joined", worlds)
+    secret, rank = new_secret(), LauncherEnvironment("mpirun", 1, 2, 1, "127.0.0.1", 0)
+    old = StoreServer(secret).start()
+    with ThreadPoolExecutor() as pool:
+        entering = pool.submit(rendezvous._enter, rank, secret, old.address, old.port, 20.0, "2/")
+        while old.find("here/1") is None:
+            time.sleep(0.01)
+        old.close()  # the rank waits there for the first, which comes to the next
+        new = StoreServer(secret, old.address, old.port).start()
+        first = StoreClient(secret, new.address, new.port, timeout_s=20.0, prefix="2/")
+        first.set("here/0", "")
+        if worlds == 1:
+            with pytest.raises(EngineError, match="could not reach the store"):
+                entering.result()
+        else:
+            entering.result().close()
+            assert first.check(["here/1"])
+    first.close()
+    new.close()
 
 
 def test_a_store_that_is_taken_over_goes_on() -> None:

@@ -112,6 +112,8 @@ def test_products_beyond_the_limit_are_refused_before_the_work() -> None:
         (torch.ones(4, 2, 2), torch.ones(3), r"must be \(2,\)"),
         (torch.ones(4, 2, 2), torch.ones(2, dtype=torch.float64), "both must agree"),
         ([torch.ones(2, 3), torch.ones(2, 3)], torch.ones(2), "jacobian 0 has shape"),
+        ([torch.ones(2, 2).double(), torch.ones(2, 2)], torch.ones(2), "jacobian 0 is torch.float64"),
+        ([torch.ones(2, 2).to_sparse()], torch.ones(5, 2), "jacobian 0 is sparse; then the gradient must be"),
         (torch.ones(4, 2, 2, dtype=torch.int64), torch.ones(2, dtype=torch.int64), "floating point"),
     ],
 )

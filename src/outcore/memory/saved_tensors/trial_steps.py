@@ -45,8 +45,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from outcore.allocator.process_limit import LimitTrace, has_limit
+from outcore.allocator.process_limit import LimitTrace, limit_bytes
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
@@ -89,6 +90,9 @@ def run_trial_steps(
         kwargs: of the call.
         loss: of the output; without it the sum of all outputs.
         graph: what was recorded of the call.
+
+    Raises:
+        PlanError: the process has a limit in which no step that was found has room.
     """
     entry, asked = managed_forward.admitted.get(key), managed_forward.settings
     if entry is not None and not entry.plan.state.idle and _counts(managed_forward):
@@ -102,7 +106,8 @@ def run_trial_steps(
     known = known_overhead(costs, asked)
     if known is not None and (known == 0 or trial.plan(known)):
         return
-    trial.limited = has_limit(managed_forward.device)
+    limit = limit_bytes(managed_forward.device)
+    trial.limited = limit is not None
     with without_limit(managed_forward.device):
         total = torch.cuda.get_device_properties(managed_forward.device).total_memory
         careful = torch.cuda.memory_reserved(managed_forward.device) + _SPARE * budget > total
@@ -119,11 +124,24 @@ def run_trial_steps(
                 file=sys.stderr,
             )
         return
+    if limit is not None and best.taken_bytes > limit:
+        raise _no_room(budget, best.taken_bytes)
     warnings.warn(
         f"outcore: a step reserves {format_bytes(best.taken_bytes)}, more than {format_bytes(budget)}, with what the "
         f'allocator leaves unused between tensors; memory="{-(-best.taken_bytes // 2**20)}MiB" would hold',
         stacklevel=3,
     )
+
+
+def _no_room(budget: int, least: int) -> PlanError:
+    """That a step would end out of memory, because the process has a limit: said before training begins."""
+    refused = PlanError(
+        f"a training step cannot be done within {format_bytes(budget)} as a limit of this process: with what the "
+        f"allocator leaves unused between tensors, the smallest step that was found reserves {format_bytes(least)}; "
+        f'give memory="{-(-least // 2**20)}MiB" or more and such a limit, or a smaller batch'
+    )
+    refused.least_bytes = least
+    return refused
 
 
 def _counts(managed_forward: ManagedForward) -> bool:
@@ -133,10 +151,25 @@ def _counts(managed_forward: ManagedForward) -> bool:
 
 
 def _leave_some(managed_forward: ManagedForward, key: Hashable, args: Any, kwargs: Any, graph: Graph) -> None:
-    """Where state moves in a step, steps cannot be tried and put back: leave a share of the budget to the allocator."""
-    asked = managed_forward.settings
-    more = int(_MOVING * (asked.budget_bytes or 0))
-    replanned(managed_forward, key, replace(asked, reserved_bytes=asked.reserved_bytes + more), args, kwargs, graph)
+    """Where state moves in a step, steps cannot be tried and put back: leave a share of the budget to the allocator.
+
+    Raises:
+        PlanError: there is no plan that leaves it, and the process has a limit that does not have it either.
+    """
+    asked, budget = managed_forward.settings, managed_forward.settings.budget_bytes or 0
+    more = replace(asked, reserved_bytes=asked.reserved_bytes + int(_MOVING * budget))
+    refused = replanned(managed_forward, key, more, args, kwargs, graph)
+    if refused is None:
+        return
+    least = refused.least_bytes or int((1 + _MOVING) * budget)
+    limit = limit_bytes(managed_forward.device)
+    if limit is not None and limit < least:
+        raise _no_room(budget, least)
+    warnings.warn(
+        f"outcore: tensors alone fill {format_bytes(budget)}, and what the allocator leaves unused between them comes "
+        f'on top; memory="{-(-least // 2**20)}MiB" would leave room for it',
+        stacklevel=4,
+    )
 
 
 def _can(managed_forward: ManagedForward, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -47,7 +47,7 @@ class IntervalTables:
 
     def message_s(self, route: RankLink) -> Table:
         """Seconds for what a stage receives, values and their gradients going back."""
-        return self.messages * route.latency_s + self.message_bytes / route.bytes_per_s
+        return self.messages * (route.latency_s + 2 * route.host_s) + self.message_bytes / route.bytes_per_s
 
     def always_bytes(self) -> Table:
         """Parameters, gradients and optimizer state."""

@@ -14,7 +14,6 @@ from math import ceil
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.machine.link import Link
 from outcore.planner.partition.partition import split_by_hand
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
@@ -106,8 +105,7 @@ def _timeline(stages: Stages, pipeline: Pipeline, route: RankLink, replicas: int
         batches=pipeline.batches,
         replicas=replicas,
     )
-    link = Link.symmetric(bandwidth_bytes_per_s=route.bytes_per_s, latency_s=route.latency_s)
-    return simulate(program, stages, Links(link))
+    return simulate(program, stages, Links(route.link))
 
 
 def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: RankLink) -> Stages:

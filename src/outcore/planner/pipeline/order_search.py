@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outcore.machine.link import Link
 from outcore.planner.pipeline.candidates import Candidate
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program import Links, Stages, simulate
@@ -36,7 +35,7 @@ def best_order(
     pieces = candidate.pipeline.pieces
     if len(stages) < 2 or pieces < 2 or candidate.replicas * len(stages) * pieces > _LARGEST:
         return None
-    links = Links(Link.symmetric(bandwidth_bytes_per_s=route.bytes_per_s, latency_s=route.latency_s))
+    links = Links(route.link)
     caps = None if cap is None else (int(cap),) * len(stages)
     best: tuple[PredictedStep, Candidate] | None = None
     for setting, orders in synthesised_orders(stages, pieces, caps, links):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from outcore.errors import PlanError
+from outcore.machine.link import Link
 from outcore.program.stages import Stages
 
 Schedule = Literal["model_parallel", "gpipe", "1f1b", "gems"]
@@ -33,10 +34,22 @@ class RankLink:
 
     bytes_per_s: float = 12e9
     latency_s: float = 20e-6
+    host_s: float = 0.0
+    """What a message takes of the host at either end, which computes nothing meanwhile."""
+
+    @classmethod
+    def of(cls, link: Link) -> RankLink:
+        """A machine's link."""
+        return cls(link.away_bytes_per_s, link.latency_s, link.host_s)
+
+    @property
+    def link(self) -> Link:
+        """As a simulation takes it."""
+        return Link.symmetric(bandwidth_bytes_per_s=self.bytes_per_s, latency_s=self.latency_s, host_s=self.host_s)
 
     def time_s(self, nbytes: float) -> float:
         """Seconds for one message."""
-        return self.latency_s + nbytes / self.bytes_per_s
+        return self.latency_s + 2 * self.host_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def plan(
     """
     if devices < 1:
         raise PlanError(f"a plan needs at least 1 device, not {devices}")
-    route = RankLink(link.away_bytes_per_s, link.latency_s) if isinstance(link, Link) else link or RankLink()
+    route = RankLink.of(link) if isinstance(link, Link) else link or RankLink()
     samples = batch_size(graph)
     normed = bool(batch_norms(graph))
     levels = _levels(graph, weights, granularity, tied)

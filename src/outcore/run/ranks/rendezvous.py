@@ -45,6 +45,7 @@ _LINGER_S = 5.0
 """Seconds that the rank that runs the store stays for the others to read why it failed, or to leave too."""
 
 _joined = 0
+_AGAIN_S = 0.05
 _leaving: list[StoreServer] = []
 """Stores that this process has left and that may still answer others."""
 
@@ -189,12 +190,19 @@ def _enter(
     prefix: str,
     is_there: bool = False,
 ) -> StoreClient:
-    try:
-        store = StoreClient(secret, address, port, timeout_s=timeout_s, is_there=is_there, prefix=prefix)
-        _wait_for_all(identity, store, timeout_s)
-        return store
-    except ConnectionError as error:
-        raise _unreachable(identity, address, port, error) from error
+    """The store, when all ranks are there. One that breaks off meanwhile may be that of the world before, on its way
+    out: then the next one is looked for."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(1.0, deadline - time.monotonic())
+        try:
+            store = StoreClient(secret, address, port, timeout_s=left, is_there=is_there, prefix=prefix)
+            _wait_for_all(identity, store, left)
+            return store
+        except ConnectionError as error:
+            if is_there or _joined < 2 or time.monotonic() > deadline:
+                raise _unreachable(identity, address, port, error) from error
+        time.sleep(_AGAIN_S)
 
 
 def _unreachable(identity: LauncherEnvironment, address: str, port: int, error: Exception) -> EngineError:

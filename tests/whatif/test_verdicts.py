@@ -1,0 +1,148 @@
+"""Sentences about numbers of GPUs, of points that are given; and setups that train as a plain loop does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.errors import WhatIfError
+from outcore.machine import parse
+from outcore.whatif.elsewhere import record_on
+from outcore.whatif.recording import record_setup
+from outcore.whatif.scaling import Scaling, ScalingPoint
+from outcore.whatif.setup import TrainingSetup, fused, in_channels_last
+from outcore.whatif.trial import _summed, _training_step, run_setup
+from tests.whatif.jobs import images
+
+MIB = 1 << 20
+
+
+def scaling(*rows: tuple[int, float, float], **more: Any) -> Scaling:
+    """Points of so many GPUs with their samples per second and the share of the step that waits."""
+    points = []
+    for gpus, rate, waits in rows:
+        step_s = 64 * gpus / rate
+        points.append(
+            ScalingPoint(
+                gpus, "data_parallel", 64 * gpus, step_s, rate, rate / gpus / rows[0][1], step_s, 0.0, waits * step_s
+            )
+        )
+    given = {"weight_bytes": 100 * MIB, "largest_block": ("head", 10 * MIB)} | more
+    return Scaling("job", "v100", "25gbe", "weak", tuple(points), (), **given)
+
+
+def test_what_is_hidden_says_how_efficient_it_is_and_whether_gpus_are_filled() -> None:
+    said = scaling((1, 100.0, 0.0), (2, 199.0, 0.0), (4, 396.0, 0.01)).verdict()
+    assert said == "up to 4 GPUs over 25gbe the all-reduce of 100.0 MiB of gradients is hidden: 99% efficiency."
+    said = scaling((1, 100.0, 0.0), (4, 200.0, 0.0), largest_block=("head", 60 * MIB)).verdict()
+    assert "gradients (60.0 MiB of them in head) is hidden, but 64 samples do not fill a GPU: 50% efficiency." in said
+    assert "say nothing" in scaling((2, 1.0, 0.0)).verdict().replace("says", "say")
+
+
+def test_what_is_not_hidden_says_from_where_on_and_whether_more_gpus_help() -> None:
+    said = scaling((1, 100.0, 0.0), (2, 198.0, 0.0), (4, 300.0, 0.25), (8, 600.0, 0.3)).verdict()
+    assert said.startswith(
+        "beyond 2 GPUs over 25gbe the all-reduce of 100.0 MiB of gradients is no longer hidden: 4 wait"
+    )
+    assert said.endswith("; each GPU more still helps, at 75% efficiency with 8.")
+    said = scaling((1, 100.0, 0.0), (2, 99.0, 0.5), (4, 90.0, 0.8), hidden_from=256).verdict()
+    assert said.startswith("beyond 1 GPU over") and "; 2 GPUs train no faster than 1" in said
+    assert said.endswith(". With a batch of 256 on each GPU it would be hidden.")
+    assert "; 2 GPUs train slower than 1" in scaling((1, 100.0, 0.0), (2, 60.0, 0.5)).verdict()
+
+
+def test_the_best_way_of_a_number_of_gpus_is_the_fastest() -> None:
+    found = scaling((1, 100.0, 0.0), (2, 150.0, 0.0))
+    faster = replace(found.points[1], strategy="gpipe", samples_per_s=160.0)
+    both = replace(found, points=(*found.points, faster))
+    assert both.best(2) is faster and [p.gpus for p in both.of("data_parallel")] == [1, 2]
+    with pytest.raises(WhatIfError, match=r"8 GPUs were not asked for; known are \[1, 2\]"):
+        both.best(8)
+    assert found.helps() == {2: True} and scaling((1, 100.0, 0.0), (2, 100.0, 0.0)).helps() == {2: False}
+
+
+def test_channels_are_innermost_in_weights_and_images_and_nowhere_else() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2), nn.Conv3d(2, 4, 3))
+    assert in_channels_last(net) is net
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last) and not net[0].weight.is_contiguous()
+    assert net[2].weight.is_contiguous(memory_format=torch.channels_last_3d) and net[1].weight.is_contiguous()
+    image, labels, word = torch.rand(2, 3, 4, 4), torch.zeros(2, 3, 4, 4, dtype=torch.long), "text"
+    turned = in_channels_last({"a": [image, labels], "b": word})
+    assert turned["a"][0].is_contiguous(memory_format=torch.channels_last) and torch.equal(turned["a"][0], image)
+    assert turned["a"][1].is_contiguous() and turned["b"] == word
+
+
+def test_an_optimizer_has_a_fused_form_or_is_refused() -> None:
+    made = fused(lambda p: torch.optim.Adam(p, 0.1))([nn.Parameter(torch.ones(2))])
+    assert all(group["fused"] and not group["foreach"] for group in made.param_groups) and made.defaults["fused"]
+    with pytest.raises(WhatIfError, match="torch has no fused RMSprop"):
+        fused(torch.optim.RMSprop)([nn.Parameter(torch.ones(2))])
+
+
+def test_a_step_that_is_timed_is_a_step_of_plain_training() -> None:
+    kept: list[nn.Module] = []
+    job = images(4)
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        kept.append(job.model())
+        return kept[-1]
+
+    def batch(size: int) -> Any:
+        torch.manual_seed(2)
+        return job.batch(size)
+
+    step = _training_step(TrainingSetup(replace(job, model=model, batch=batch)), torch.device("cpu"))
+    mine = kept[-1]
+    plain, (x, y) = model(), batch(4)
+    optimizer = torch.optim.Adam(plain.parameters())
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_a_loss_all_that_has_a_gradient_is_summed_up() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert float(_summed({"a": [a], "b": b, "c": torch.ones(9), "d": None})) == 5.0
+    with pytest.raises(WhatIfError, match="nothing that has a gradient"):
+        _summed([torch.ones(1)])
+
+
+def test_a_trial_says_how_many_steps_it_timed_and_what_cannot_be_timed_here() -> None:
+    trial = run_setup(TrainingSetup(images(2)), "cpu", seconds=0.05)
+    assert trial.steps >= 3 and 0 < trial.fastest_s <= trial.step_s <= trial.slowest_s and trial.device == "cpu"
+    assert trial.busy_s is None and trial.peak_bytes is None
+    with pytest.raises(WhatIfError, match="CUDA graphs need a GPU"):
+        run_setup(replace(TrainingSetup(images(2)), cuda_graph=True), "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(WhatIfError, match="no GPU here"):
+            run_setup(TrainingSetup(images(2)), "cuda")
+
+
+def test_what_was_measured_here_is_carried_to_another_gpu_and_not_to_a_cpu() -> None:
+    v100, a100, cpu = (parse(name).devices[0] for name in ("v100", "a100", "v100"))
+    cpu = replace(cpu, kind="cpu", name="cpu")
+    setup = TrainingSetup(images(64))
+    slow = record_setup(setup, replace(v100, bandwidth_bytes_per_s=v100.bandwidth_bytes_per_s / 10))
+    mine, estimated = record_on(setup, a100, here=slow), record_on(setup, a100)
+    assert mine.device == estimated.device == a100
+    assert mine.step.simulate().step_s != estimated.step.simulate().step_s
+    assert record_on(setup, cpu, here=slow).step == record_setup(setup, cpu).step
+    assert record_on(setup, slow.device, here=slow) is slow
+
+
+def test_answers_in_words_have_a_line_for_each_question() -> None:
+    found = outcore.whatif.ask(images(4), ["batch=8", "relu:0.9x"], device=parse("h200").devices[0])
+    first, *rows = str(found).splitlines()
+    assert first == f"images on {found.device}, batch 4" and len(rows) == 3
+    for row, answer in zip(rows, (found.base, *found.answers), strict=True):
+        assert row.startswith(f"  {answer.question}: ") and f", {answer.gain:.2f}x: {answer.reason}" in row
