@@ -12,7 +12,6 @@ import pytest
 
 from outcore.bench.families import FAMILIES
 from outcore.bench.suite import BenchResult, FamilyResult, run_suite
-from outcore.cli import bench as module
 from outcore.errors import WhatIfError
 from outcore.machine import parse
 from tests.cli.command import outcore_command
@@ -37,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         each(FOUND)
         return FOUND
 
-    monkeypatch.setattr(module, "run_suite", run)
+    monkeypatch.setattr("outcore.bench.suite.run_suite", run)
     return found
 
 

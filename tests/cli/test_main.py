@@ -234,7 +234,7 @@ def test_every_end_has_its_code_and_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    monkeypatch.setattr("outcore.job.Job.load", refuse)
     shown = outcore_command("graph", "job.py", folder=tmp_path)
     assert (shown.returncode, shown.stderr.splitlines(), shown.stdout) == (code, lines, "")
 

@@ -1,5 +1,5 @@
-"""Under a limit of the process's memory at the budget, no compiled step has to look twice for room. A budget that is too
-small is refused before training, and the one that is named instead does."""
+"""Under a limit of the process's memory at the budget, no compiled step has to look twice for room. A budget that is
+too small is refused before training, and the one that is named instead does."""
 
 from __future__ import annotations
 
