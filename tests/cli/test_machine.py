@@ -17,7 +17,7 @@ from tests.cli.command import outcore_command
 
 def test_a_machine_of_the_catalogue_is_shown_and_saved(tmp_path: Path) -> None:
     shown = outcore_command("machine", "--on", "a100", "-o", "m.json", folder=tmp_path)
-    assert shown.returncode == 0 and "wrote m.json" in shown.stdout and "A100" in shown.stdout
+    assert shown.returncode == 0 and "wrote m.json" in shown.stderr and "A100" in shown.stdout
     assert Machine.load(tmp_path / "m.json") == parse("a100")
     as_json = outcore_command("machine", "--on", "a100", "--json", folder=tmp_path)
     assert Machine.from_json(json.loads(as_json.stdout)) == parse("a100")

@@ -179,7 +179,7 @@ def test_one_slow_sample_does_not_speak_for_its_kind() -> None:
     fitted = fit_calibration([*samples, Sample(first, slow)], DEVICE, "fp32", methods=("polynomial",))
     assert "first/forward" not in fitted.models and "conv/forward" in fitted.models
     (found,) = fitted.predict([first])
-    assert found.time_s == pytest.approx(invented(first).median_s, rel=1.0)
+    assert found.time_s < 5 * invented(first).median_s
 
 
 def test_calibrating_keeps_samples_and_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
 from outcore.program import Timeline
+from outcore.run.engine.batch import arguments
 from outcore.run.engine.setup import check_gradients, check_loss, check_optimizer
 from outcore.train.examples.feed import MicroBatch, tensors_of
 from outcore.train.run_folder.saving import load_state, save_state
@@ -147,7 +148,7 @@ class PlainRunner:
         """The loss in eval mode, and what the model returns."""
         self.model.eval()
         with torch.no_grad(), self._precision():
-            output = self.model(*self._arguments(micro_batch.inputs))
+            output = self._output(micro_batch.inputs)
             return float(self.loss(output, _moved(micro_batch.targets, self.device))), output
 
     def peak_bytes(self) -> int | None:
@@ -202,8 +203,13 @@ class PlainRunner:
         return state
 
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
-        output = self.model(*self._arguments(micro_batch.inputs))
+        output = self._output(micro_batch.inputs)
         return self.loss(output, _moved(micro_batch.targets, self.device))
+
+    def _output(self, inputs: Any) -> Any:
+        """What the model returns; inputs in a dictionary are its keyword arguments."""
+        args, kwargs = arguments(inputs)
+        return self.model(*self._arguments(args), **{name: self._arguments(x)[0] for name, x in kwargs.items()})
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
         given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
