@@ -24,6 +24,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.cost.training_network import capture_training
+from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.record.capture import capture
 from outcore.graph.structure import leaves, substitute
@@ -37,7 +38,10 @@ from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.search import smallest
 from outcore.program.plan.document import Plan
 from outcore.program.policies import parse_policies
+from outcore.stream.execute.map_store import cut
+from outcore.stream.managed_forward import refused_both_ways
 from outcore.stream.plan.step_document import StreamedStep
+from outcore.stream.source import FunctionSource
 
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -164,17 +168,17 @@ def verify_job(
     if plan is None and budget_bytes is None:
         within(model, args, kwargs, memory=None, **options)
         budget_bytes = _halfway(model)
-    within(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
+    given = _manage(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
     chosen = memory_plan(model)
     assert not isinstance(chosen, TensorFlowPlan)  # a job's Keras model comes as its torch twin
     if crop is None and isinstance(chosen, MemoryPlan):
         chosen = replace(chosen, known_plain_bytes=plain_bytes)
-    elif crop is None and isinstance(chosen, StreamedStep):  # it counts the images beside a curve that has them
+    elif crop is None and isinstance(chosen, StreamedStep):
         chosen = replace(chosen, plain_bytes=plain_bytes)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        ours = list(_train(model, job, args, kwargs, target, optimizer, steps))
+        ours = list(_train(model, job, *given, target, optimizer, steps))
         plain = list(_train(plain_model, job, args, kwargs, target, optimizer, steps))
     finally:
         torch.use_deterministic_algorithms(deterministic)
@@ -200,6 +204,37 @@ def verify_job(
         whole_plain_bytes=plain_bytes if crop is not None else None,
         whole_planned_bytes=whole_planned_bytes,
     )
+
+
+def _manage(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, plan: Plan | None, **options: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a model under policies, or in tiles where those are not enough; returns the arguments to call it with.
+
+    Tiles read images lazily, as `outcore plan` counts them and as `outcore train` reads slides.
+    """
+    refused = None
+    if plan is None or plan.stream is None:
+        try:
+            within(model, args, kwargs, plan=plan, stream=False, **options)
+            return args, kwargs
+        except PlanError as error:
+            if plan is not None:
+                raise
+            refused = error
+    lazy = substitute((args, kwargs), torch.Tensor, lambda t: _lazy(t) if t.dim() > 2 else t)
+    try:
+        within(model, *lazy, plan=plan, **options)
+    except (PlanError, StreamError) as error:
+        if refused is None:
+            raise
+        raise refused_both_ways(refused, error) from None
+    return lazy  # type: ignore[no-any-return]
+
+
+def _lazy(image: torch.Tensor) -> FunctionSource:
+    """A tensor that is read region by region."""
+    return FunctionSource(tuple(image.shape), partial(cut, image), image.dtype)
 
 
 def _plain_bytes(job: Job, size: int | None, optimizer: Any, where: torch.device) -> int:

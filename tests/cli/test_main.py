@@ -9,13 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
 from outcore.cli.common.wording import typed
 from outcore.cli.main import _FILES, COMMANDS, _is_interruption
 from outcore.errors import OutcoreError
+from outcore.planner import SCHEDULES
+from outcore.program.plan.document import BatchNorm
 from tests.cli.command import outcore_command
 
 
@@ -27,6 +29,24 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert shown.stdout.splitlines()[-1] == "False False", shown.stderr
+
+
+def test_help_and_a_wrong_option_of_any_command_import_no_torch() -> None:
+    program = (
+        "import sys\nfrom outcore.cli.main import COMMANDS, main\n"
+        "for name in COMMANDS:\n    for word in ('--help', '--hepl'):\n        sys.argv = ['outcore', name, word]\n"
+        "        try:\n            main()\n        except SystemExit as left:\n"
+        "            print(name, left.code or 0, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    lines = [line for line in shown.stderr.splitlines() if line.split()[0] in COMMANDS]
+    assert lines == [f"{name} {code} False" for name in COMMANDS for code in (0, 2)], shown.stderr
+
+
+def test_help_names_the_schedules_and_norms_there_are() -> None:
+    shown = " ".join(re.sub("[│]", " ", outcore_command("plan", "--help").stdout).split())
+    assert f"One of {', '.join(SCHEDULES)}." in shown
+    assert f"What batch norms see: {', '.join(get_args(BatchNorm))} (the whole" in shown
 
 
 @pytest.mark.parametrize(
@@ -61,6 +81,38 @@ def test_every_command_is_there_and_its_help_names_no_type(name: str) -> None:
     function = getattr(importlib.import_module(f"outcore.cli.{_FILES.get(name, name)}"), name)
     hints = get_type_hints(function, include_extras=True)
     assert all(hint.__metadata__[0].help for argument, hint in hints.items() if argument != "return")
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 79, 80, 120])
+def test_help_cuts_nothing_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in COMMANDS:
+        shown = outcore_command(name, "--help")
+        function = getattr(importlib.import_module(f"outcore.cli.{_FILES.get(name, name)}"), name)
+        hints = get_type_hints(function, include_extras=True)
+        stated = [hint.__metadata__[0].param_decls or () for argument, hint in hints.items() if argument != "return"]
+        options = [word for words in stated for joined in words for word in joined.split("/") if word.startswith("-")]
+        assert shown.returncode == 0 and [word for word in options if word not in shown.stdout] == []
+        assert not re.search(r"\w…", shown.stdout), name
+    listed = outcore_command("--help").stdout
+    assert "…" not in listed and not re.search(r"\w\.\.\.$", listed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "job.py", "--lr", "fast"], "Invalid value for '--lr': fast was given; it must be a number"),
+        (["train", "job.py", "--epochs", "1.5"], "1.5 was given; it must be a whole number of at least 1"),
+        (["profile", "job.py", "--depth", "0"], "0 was given; it must be a whole number of at least 1"),
+        (["infer", "job.py", "--data", "x", "--workers", "99"], "99 was given; it must be a whole number from 0 to 64"),
+        (["whatif", "job.py", "--seconds", "x"], "x was given; it must be a number of at least 0.1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_number_that_is_none_is_answered_with_what_was_given_and_needed(words: list[str], said: str) -> None:
+    shown = outcore_command(*words)
+    assert shown.returncode == 2 and said in " ".join(re.sub("[│╭╮╰╯─]", " ", shown.stderr).split())
+    assert "Input should" not in shown.stderr
 
 
 def test_messages_are_in_the_words_of_the_command_line() -> None:
@@ -140,7 +192,7 @@ def test_what_the_system_refuses_is_said_with_what_to_do(tmp_path: Path, monkeyp
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "runs")
 
-    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    monkeypatch.setattr("outcore.job.Job.load", refuse)
     shown = outcore_command("graph", "job.py", folder=tmp_path)
     said = "error: runs: Read-only file system; name a place that takes it: --out or -o\n"
     assert (shown.returncode, shown.stderr) == (1, said)
@@ -180,7 +232,7 @@ def test_every_end_has_its_code_and_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("outcore.cli.graph.Job.load", refuse)
+    monkeypatch.setattr("outcore.job.Job.load", refuse)
     shown = outcore_command("graph", "job.py", folder=tmp_path)
     assert (shown.returncode, shown.stderr.splitlines(), shown.stdout) == (code, lines, "")
 

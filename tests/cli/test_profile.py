@@ -58,9 +58,13 @@ def test_image_sizes_are_predicted_and_the_last_is_drawn(tmp_path: Path) -> None
     assert small["low_s"] <= small["step_s"] <= small["high_s"]
     assert scaling["largest"] >= 128
     picture = tmp_path / "profile.svg"
-    drawn = outcore_command("profile", *UNET, "--on", "t4", "--svg", str(picture))
-    assert drawn.returncode == 0, drawn.stderr
-    assert picture.read_text().startswith("<svg")
+    texts = []
+    for sizes in ((), ("--image", "64"), ("--image", "64,128"), ("--image", "128")):
+        drawn = outcore_command("profile", *UNET, "--on", "t4", *sizes, "--svg", "profile.svg", folder=tmp_path)
+        assert drawn.returncode == 0 and drawn.stderr.endswith("wrote profile.svg\n"), drawn.stderr
+        texts.append(picture.read_text())
+        picture.unlink()
+    assert texts[0].startswith("<svg") and texts[1] != texts[2] == texts[3]  # the last of the sizes
 
 
 def test_wrong_use_says_why() -> None:

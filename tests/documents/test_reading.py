@@ -133,3 +133,12 @@ def test_a_cluster_by_hand_is_refused_by_field(tmp_path: Path, change: dict[str,
     with pytest.raises(MachineError) as refused:
         parse(str(path))
     assert said in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_what_is_no_yaml_is_said_with_its_place_and_without_the_parser_s_words(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("job: [\n")
+    with pytest.raises(OutcoreError) as refused:
+        read_yaml(path, SCHEMA, OutcoreError)
+    said = f"{path} is not YAML: expected the node content, but found '<stream end>' in line 2, column 1"
+    assert str(refused.value) == said

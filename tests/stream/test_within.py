@@ -96,6 +96,9 @@ def test_a_budget_that_no_policy_meets_is_met_by_tiles() -> None:
     assert within(net, x, memory=budget) is net
     step = assert_trains_as_plain(net, x, x)
     assert step.peak_bytes <= budget < step.plain_bytes
+    whole = outcore.memory_plan(within(copy.deepcopy(outcore.release(copy.deepcopy(net))), x, memory=None))
+    assert step.plain_bytes == pytest.approx(whole.plain_bytes, rel=1e-3)  # the image is in it once
+    assert step.image_bytes == x.numel() * x.element_size() and "of it are images on the device" in step.explain()
     assert counted(net, x) <= budget
     assert outcore.release(net) is net and "forward" not in net.__dict__
 
@@ -165,7 +168,7 @@ def test_a_wrong_plan_is_refused(stream, said) -> None:
 
 def test_a_refusal_names_what_both_ways_need() -> None:
     net, x = classifier().eval(), image()
-    with pytest.raises(PlanError, match=r"cannot be done within .* tiles do not help: streaming cannot meet"):
+    with pytest.raises(PlanError, match=r"cannot be done within .* nor in tiles: streaming cannot meet"):
         within(net, x, memory=1_800_000)
     with pytest.raises(PlanError, match="give images lazily"):
         within(net, x, memory=20_000)

@@ -51,9 +51,14 @@ def test_refusals_are_one_message(tmp_path: Path) -> None:
         (("job.py", "--data", "absent.csv"), "no table absent.csv"),
         (("absent.yaml",), "absent.yaml"),
         (("absent.py",), "no file absent.py"),
+        (("job.py", "schedule.name=Cosine"), "schedule.name=Cosine is not in torch; did you mean CosineAnnealingLR"),
+        (("job.py", "metrics=[f1]"), "no metric 'f1'; known are"),
+        (("job.py", "watch=f1"), "watch=f1 is no figure; known are loss, accuracy"),
+        (("job.py", "metrics=[accuracy]", "watch=auc"), "measures only the loss and accuracy"),
     ):
         shown = outcore_command("train", *words, folder=tmp_path)
         assert shown.returncode == 1 and said in shown.stderr and "Traceback" not in shown.stderr
+        assert not shown.stdout and not (tmp_path / "runs").exists()  # before anything was planned or written
 
 
 def test_the_start_says_what_will_be_done(tmp_path: Path) -> None:

@@ -101,6 +101,39 @@ def test_batches_of_a_job_without_data(tmp_path: Path) -> None:
     assert len(table(tmp_path / "run" / "steps.csv")) == 3
 
 
+WIDE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return self.layer(x).mean((2, 3))
+
+def model():
+    return Net()
+
+def batch(size):
+    images = torch.randn(size, 3, 64, 64)
+    return INPUTS, torch.randint(2, (size,))
+"""
+
+
+@pytest.mark.parametrize("inputs", ["images", "(images,)", '{"x": images}'])
+def test_micro_batches_that_wait_are_not_in_the_memory_of_a_step(inputs: str, tmp_path: Path) -> None:
+    """On a CPU they would be, were all of a step's counted: a GPU holds only the one at work."""
+    job, held = tmp_path / "job.py", {}
+    job.write_text(WIDE.replace("INPUTS", inputs))
+    for count in (1, 6):
+        out = tmp_path / str(count)
+        assert run(job, out, "train.steps=2", f"train.accumulate={count}", "train.batch=2")[0] == 0
+        held[count] = json.loads((out / "run.json").read_text())["measured"]["peak_bytes"]
+    images, weights_bytes = 2 * 3 * 64 * 64 * 4, 8 * 4
+    assert images < held[1] <= held[6] <= held[1] + 4 * weights_bytes < 3 * images
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     words = ("train.epochs=30", "train.patience=2", "optimizer.lr=0.0")
     _, said = run(write_job(tmp_path), tmp_path / "run", *words, "watch=accuracy")

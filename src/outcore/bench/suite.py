@@ -88,6 +88,7 @@ class BenchResult:
             "body{font:14px Helvetica,Arial,sans-serif;color:#1f2830;margin:24px}table{border-collapse:collapse}"
             "td,th{padding:6px 12px;text-align:right;border-bottom:1px solid #d5dce1;vertical-align:top}"
             "th{color:#55616b;font-weight:normal}:is(td,th):is(:first-child,:last-child){text-align:left}"
+            ":is(td,th):not(:last-child){white-space:nowrap}"
         )
         return (
             f"<!doctype html><meta charset=utf-8><title>outcore bench</title><style>{style}</style>"

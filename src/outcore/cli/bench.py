@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from outcore.bench.families import FAMILIES, family
-from outcore.bench.suite import BenchResult, FamilyResult, run_suite
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Json
 from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import MapOf
 from outcore.errors import OutcoreError
 from outcore.machine import format_bytes, format_time, known
+
+if TYPE_CHECKING:
+    from outcore.bench.suite import BenchResult, FamilyResult
 
 __all__ = ["bench"]
 
@@ -44,6 +45,9 @@ def bench(
 
     outcore bench --against there.json
     """
+    from outcore.bench.families import FAMILIES, family
+    from outcore.bench.suite import run_suite
+
     names = [part.strip() for part in only.split(",") if part.strip()] or list(FAMILIES)
     for name in names:
         family(name)

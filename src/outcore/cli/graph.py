@@ -5,20 +5,19 @@ from __future__ import annotations
 import json as json_module
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from outcore import report
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.documents.reading import write_text
-from outcore.graph import Graph
-from outcore.job import Job
 from outcore.machine.units import format_bytes
-from outcore.program.plan.document import Plan
+
+if TYPE_CHECKING:
+    from outcore.graph import Graph
 
 __all__ = ["graph"]
 
@@ -70,6 +69,9 @@ def graph(
 
         outcore graph job.py --svg net.svg --form u --shade time --on a100
     """
+    from outcore import report
+    from outcore.job import Job
+
     if direction not in ("outputs", "inputs"):
         raise typer.BadParameter(f"must be outputs or inputs, not {direction}", param_hint="--direction")
     if form not in ("portrait", "landscape", "u"):
@@ -110,6 +112,8 @@ def _picture(
     graph: Graph, form: str, depth: int | None, opened: tuple[str, ...], shade: str | None, on: str | None
 ) -> str:
     """The network in one of its forms."""
+    from outcore import report
+
     if form == "portrait":
         return report.svg(graph, depth=depth or 2, expand=opened)
     from outcore.report.graph_drawing.left_to_right import landscape, u_shape
@@ -119,6 +123,8 @@ def _picture(
 
 
 def _shades(graph: Graph, shade: str | None, on: str | None) -> dict[str, Any]:
+    from outcore.program.plan.document import Plan
+
     if shade is None:
         return {}
     from outcore.cost.model_estimate import estimate
@@ -156,8 +162,15 @@ def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) 
         console.print(f"{name:<{width}} {arrow} {', '.join(others) or '·'}", highlight=False, markup=False)
 
 
+def _whole_names(table: Table, count: int) -> None:
+    """Names in the first columns are folded, not cut, and numbers stay on a line."""
+    for i, column in enumerate(table.columns):
+        column.overflow, column.no_wrap = "fold", i >= count
+
+
 def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("value", "from", "to", "distance", "size", box=None, header_style="bold")
+    _whole_names(table, 3)
     for skip in graph.skips(depth):
         table.add_row(skip.value, skip.source, skip.target, str(skip.distance), format_bytes(skip.bytes))
     console.print(table if table.rows else "no value is used further away than the next block")
@@ -165,6 +178,7 @@ def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
 
 def _print_cuts(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("after", "before", "values", "crossing", box=None, header_style="bold")
+    _whole_names(table, 2)
     for cut in graph.cuts(depth):
         table.add_row(cut.after, cut.before, str(len(cut.values)), format_bytes(cut.bytes))
     console.print(table)

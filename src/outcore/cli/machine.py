@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outcore.cli.common.messages import wrote
 from outcore.errors import MachineError
 from outcore.machine import Machine, catalogue_table, find, machine_table, names, parse, probe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outcore.cost.predicted.calibration import Calibration
 
 __all__ = ["machine"]
 
@@ -59,12 +64,15 @@ def _calibrate(shown: Machine, *, seconds: float) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from outcore.cost.measured.calibrate import calibrate
+    from outcore.cost.predicted.calibration import file_name
+    from outcore.machine.probe import cache_directory
 
     device = shown.device()
     dtypes, place = (("tf32", "bf16"), "cuda:0") if device.kind == "cuda" else (("fp32",), "cpu")
     errors = Console(stderr=True)
     try:
-        with Progress(BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=errors) as bar:
+        columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        with Progress(*columns, console=errors, transient=True) as bar:
             task = bar.add_task("calibrating", total=None)
 
             def tell(used: float, allowed: float, words: str) -> None:
@@ -75,9 +83,28 @@ def _calibrate(shown: Machine, *, seconds: float) -> None:
         typer.echo("interrupted; the samples are kept, run with --calibrate again to go on", err=True)
         raise typer.Exit(130) from None
     for calibration in fitted:
-        for kind, (samples, method, median, p90) in calibration.errors().items():
-            line = f"{samples:5} samples, {method}, held-out error {median:.1%}, p90 {p90:.1%}"
-            errors.print(f"{calibration.dtype} {kind:24} {line}")
+        show_calibration(calibration, errors)
+        wrote(cache_directory() / file_name(device.name, calibration.dtype))
+
+
+def show_calibration(calibration: Calibration, console: Console) -> None:
+    """How well each kind of operation is predicted, and which kinds were measured too little to be."""
+    from rich.table import Table
+
+    from outcore.cost.predicted.operation import KINDS
+
+    table = Table("kind", "samples", "fit", "median error", "nine in ten", box=None, pad_edge=False)
+    for column in (1, 3, 4):
+        table.columns[column].justify = "right"
+    for kind, (samples, method, median, p90) in calibration.errors().items():
+        table.add_row(kind, f"{samples:,}", method, f"{median:.1%}", f"{p90:.1%}")
+    if calibration.models:
+        console.print(f"errors of predicted times, {calibration.dtype}", highlight=False)
+        console.print(table)
+    names = (f"{kind}/{direction}" for kind in KINDS for direction in ("forward", "backward"))
+    if few := [name for name in names if name not in calibration.models and name != "copy/backward"]:
+        said = f"too few samples of {', '.join(few)}: these stay predicted by their FLOPs and bytes"
+        console.print(f"{said}; the same command again goes on measuring", highlight=False)
 
 
 def _show_catalogue(console: object, *, as_json: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from outcore.cli.common.help_text import flowing, plain_usage, worded
+from outcore.cli.common.help_text import fitting, flowing, plain_usage, worded
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -69,6 +69,9 @@ class _Command(TyperCommand):
             parse_budget(memory, 1)  # what is no size is said before the job is loaded
         return super().invoke(ctx)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, fitting(self, formatter))
+
     def get_params(self, ctx: Any) -> Any:
         return worded(super().get_params(ctx), self.callback)
 
@@ -91,7 +94,8 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         if self._listing:
-            return TyperCommand(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
+            said = COMMANDS[cmd_name]
+            return TyperCommand(cmd_name, help=said, short_help=said, rich_markup_mode="rich")
         made = typer.Typer(**_STYLE)
         module = import_module(f"outcore.cli.{_FILES.get(cmd_name, cmd_name)}")
         made.command(cmd_name, cls=_Command)(getattr(module, cmd_name))
@@ -102,7 +106,7 @@ class _Commands(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._listing = True
         try:
-            super().format_help(ctx, formatter)
+            super().format_help(ctx, fitting(self, formatter))
         finally:
             self._listing = False
 

@@ -148,7 +148,9 @@ def simulate_on_one_device(
     plain = make_profile(job, device, size=size)
     if made.stream is not None:
         held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=size)
-        return simulate_tiles(made, graph, costs, where, optimizer=optimizer, loss_bytes=held)
+        return simulate_tiles(
+            made, graph, costs, where, optimizer=optimizer, loss_bytes=held, plain_s=plain.step.step_s
+        )
     step = plan_memory(
         graph,
         costs,

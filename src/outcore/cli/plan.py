@@ -5,31 +5,23 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.cli.one_device import is_for_one_device, plain_bytes, plan_on_one_device, simulate_on_one_device
-from outcore.cost.predicted.estimate import estimate
 from outcore.documents.reading import write_text
 from outcore.errors import PlanError
-from outcore.graph import Graph
-from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_budget
-from outcore.planner import SCHEDULES, CallWeights, plan_vertically
-from outcore.planner.pipeline.loss_and_update import LossAndUpdate
-from outcore.planner.pipeline.lower import predicted_by
-from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of, weights_on
-from outcore.program import Timeline, chart, rich_gantt, save_trace
-from outcore.program.plan.document import BatchNorm, Plan
-from outcore.spatial import plan_grid
-from outcore.spatial.choose import plan as make_plan
-from outcore.spatial.plan import is_over_pixels
-from outcore.spatial.timeline import predict_timeline
+
+if TYPE_CHECKING:
+    from outcore.graph import Graph
+    from outcore.planner import CallWeights
+    from outcore.program import Timeline
+    from outcore.program.plan.document import Plan
 
 __all__ = ["plan", "simulate"]
 
@@ -52,13 +44,17 @@ def plan(
         ),
     ] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="compute or memory; else the fastest.")] = None,
-    schedule: Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(SCHEDULES)}.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", help="One of model_parallel, gpipe, 1f1b, gems.")
+    ] = None,
     level: Annotated[
         str, typer.Option("--level", help="Cut between blocks, layers, or modules down to a depth.")
     ] = "layer",
     batch_norm: Annotated[
         str | None,
-        typer.Option("--batch-norm", help=f"What batch norms see: {', '.join(get_args(BatchNorm))} (the whole batch)."),
+        typer.Option(
+            "--batch-norm", help="What batch norms see: micro_batch, deferred, synchronised (the whole batch)."
+        ),
     ] = None,
     vertical: Annotated[
         bool, typer.Option("--vertical", help="Fold a U-Net: each encoder level with its decoder level.")
@@ -83,6 +79,18 @@ def plan(
 
         outcore plan outcore.models:UNet -i 1x3x4096x4096 --on h200 -m 60GiB --svg f.svg
     """
+    from outcore.cli.one_device import plain_bytes, plan_on_one_device
+    from outcore.cost.predicted.estimate import estimate
+    from outcore.job import Job
+    from outcore.planner import SCHEDULES, plan_vertically
+    from outcore.planner.pipeline.loss_and_update import LossAndUpdate
+    from outcore.planner.pipeline.lower import predicted_by
+    from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, weights_on
+    from outcore.program.plan.document import BatchNorm, Plan
+    from outcore.spatial import plan_grid
+    from outcore.spatial.choose import plan as make_plan
+    from outcore.spatial.plan import is_over_pixels
+
     if balance not in (None, "compute", "memory"):
         raise typer.BadParameter(f"must be compute or memory, not {balance}", param_hint="--balance")
     if schedule is not None and schedule not in SCHEDULES:
@@ -167,6 +175,8 @@ def plan(
 
 
 def _show(made: Plan, graph: Graph, weights: CallWeights, where: Machine) -> None:
+    from outcore.program import rich_gantt
+
     typer.echo(str(made))
     if made.ranks > 1:
         console = Console()
@@ -189,6 +199,14 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Show what a training step by a plan would look like, rank by rank; of one in tiles, tile by tile."""
+    from outcore.cli.one_device import is_for_one_device, simulate_on_one_device
+    from outcore.cost.predicted.estimate import estimate
+    from outcore.job import Job
+    from outcore.planner.pipeline.loss_and_update import LossAndUpdate
+    from outcore.planner.pipeline.plan_job import batch_for, weights_on
+    from outcore.program import chart, rich_gantt, save_trace
+    from outcore.program.plan.document import Plan
+
     if not plan_file.is_file():
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
     where = _machine(machine)
@@ -245,4 +263,7 @@ def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _timeline(made: Plan, graph: Graph, weights: CallWeights, machine: Machine) -> Timeline:
+    from outcore.planner.pipeline.plan_job import links_of
+    from outcore.spatial.timeline import predict_timeline
+
     return predict_timeline(made, graph, weights, links_of(machine))

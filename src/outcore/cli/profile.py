@@ -12,22 +12,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outcore.cli.common.image_sizes import multiple_of, rounded, scale_images
 from outcore.cli.common.messages import Interruption, table_console, working, wrote
 from outcore.cli.common.options import Arguments, Inputs, JobName, Json
-from outcore.cost.predicted.scaling import Scaling
-from outcore.cost.profile import Profile, largest_batch, scale
-from outcore.cost.profile import profile as make_profile
 from outcore.documents.reading import write_text
-from outcore.job import Job
 from outcore.machine import Device, Machine, known, parse
-from outcore.planner.memory.evaluate import StepModel
-from outcore.planner.memory.search import Assignment
-from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
-from outcore.report.profile import ProfileView, scaling_table
-from outcore.report.profile_svg import profile_svg
 
 if TYPE_CHECKING:
+    from outcore.cost.predicted.scaling import Scaling
+    from outcore.cost.profile import Profile
+    from outcore.job import Job
+    from outcore.planner.memory.evaluate import StepModel
+    from outcore.planner.memory.search import Assignment
     from outcore.scan.study.analyse import Analysis
 
 __all__ = ["profile"]
@@ -76,6 +71,12 @@ def profile(
 
         outcore profile job.py --on a100 --frontier --svg profile.svg
     """
+    from outcore.cost.profile import largest_batch
+    from outcore.job import Job
+    from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
+    from outcore.report.profile import ProfileView
+    from outcore.report.profile_svg import profile_svg
+
     if on is not None and measured:
         raise typer.BadParameter("another device cannot be measured from here; leave out --measure", param_hint="--on")
     sizes, sides = _sizes(batch, "--batch"), _sizes(image, "--image")
@@ -137,35 +138,44 @@ def _show_sizes(
     svg: Path | None,
 ) -> None:
     """A table over batch or image sizes: by estimate, or with --measure by measured blocks and what follows of them."""
+    from outcore.cli.common.image_sizes import multiple_of, scale_images
+    from outcore.cost.profile import scale
+    from outcore.report.profile import scaling_table
+    from outcore.report.profile_svg import profile_svg
+
+    first = sizes[0] if sizes else None
     with working("predicting", quiet=json):
         if sides:
-            multiple = multiple_of(job, sizes[0] if sizes else None, sides[0])
+            multiple = multiple_of(job, first, sides[0])
             sides = _taken(sides, multiple, quiet=json)
-            found = scale_images(job, device, sides, sizes[0] if sizes else None, multiple)
+            found = scale_images(job, device, sides, first, multiple)
         else:
             found = scale(job, device, sizes=sizes)
     profiles = []
     if measured:
         known = {p.size for p in found.points}
         for size in (s for s in sides or sizes if s in known):
-            batch, side = (sizes[0] if sizes else None, size) if sides else (size, None)
+            batch, side = (first, size) if sides else (size, None)
             profiles.append(_one(job, device, batch, True, seconds, quiet=json, image=side))
         found = from_measured(found, dict(zip((s for s in sides or sizes if s in known), profiles, strict=True)))
     else:
         profiles = [_one(job, device, size, False, seconds, quiet=True) for size in sizes]
-    if svg is not None and profiles:
-        write_text(svg, profile_svg(profiles[-1]))
+    if svg is not None:
+        last = profiles[-1] if profiles else _one(job, device, first, False, seconds, quiet=True, image=sides[-1])
+        write_text(svg, profile_svg(last))
     document: dict[str, Any] = {"profiles": [p.to_json() for p in profiles], "scaling": found.to_json()}
     if not sides:
         document["largest_batch"] = found.largest
     _write(document, output, json)
     if not json:
         table_console().print(scaling_table(found))
-    wrote(svg if profiles else None, output)
+    wrote(svg, output)
 
 
 def _taken(sides: list[int], multiple: int, *, quiet: bool) -> list[int]:
     """The sides that the network accepts; printed where they differ from those that were asked for."""
+    from outcore.cli.common.image_sizes import rounded
+
     taken = sorted({rounded(side, multiple) for side in sides})
     if taken != sorted(set(sides)) and not quiet:
         said = f"this network takes sides in multiples of {multiple}: {', '.join(map(str, taken))}"
@@ -240,6 +250,8 @@ def _one(
     quiet: bool,
     image: int | None = None,
 ) -> Profile:
+    from outcore.cost.profile import profile as make_profile
+
     if not measured:
         with working("estimating", quiet=quiet):
             return make_profile(job, device, size=size, image=image)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,10 +13,10 @@ from rich.table import Table
 
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
-from outcore.job import Job
 from outcore.machine.units import counted
-from outcore.program.plan.document import Plan
-from outcore.verification import Verdict, verify_job
+
+if TYPE_CHECKING:
+    from outcore.verification import Verdict
 
 __all__ = ["verify"]
 
@@ -51,6 +51,10 @@ def verify(
 
         outcore verify outcore.models:UNet -i 1x3x2048x2048 --memory 9GiB
     """
+    from outcore.job import Job
+    from outcore.program.plan.document import Plan
+    from outcore.verification import verify_job
+
     if plan_file is not None and not plan_file.is_file():
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 1 -o {plan_file}")
     with contextlib.nullcontext() if json else Console(stderr=True).status("training both ways"):
@@ -75,7 +79,7 @@ def _show(verdict: Verdict) -> None:
     console = Console()
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "largest difference", "over the largest gradient"):
-        table.add_column(name, justify="left" if name == "parameter" else "right")
+        table.add_column(name, justify="left" if name == "parameter" else "right", overflow="fold")
     worst = sorted(verdict.rows, key=lambda r: -r.relative)
     for row in worst[:8]:
         table.add_row(row.name, f"{row.largest:.3g}", f"{row.relative:.3g}")

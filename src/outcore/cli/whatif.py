@@ -6,7 +6,7 @@ import json as json_module
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -16,17 +16,11 @@ from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.documents.reading import write_text
 from outcore.errors import WhatIfError
-from outcore.job import Job
 from outcore.machine import Device, known, parse
-from outcore.whatif.answer import ask
-from outcore.whatif.elsewhere import try_gpus
-from outcore.whatif.links import ClusterLink, parse_link
-from outcore.whatif.recording import record_setup
-from outcore.whatif.scaling import scale_out
-from outcore.whatif.scaling_plot import scaling_svg
-from outcore.whatif.setup import TrainingSetup
-from outcore.whatif.tables import answers_table, gpus_table, scaling_table
-from outcore.whatif.techniques import FasterLink, Technique, parse_techniques
+
+if TYPE_CHECKING:
+    from outcore.whatif.links import ClusterLink
+    from outcore.whatif.techniques import Technique
 
 __all__ = ["whatif"]
 
@@ -81,12 +75,25 @@ def whatif(
 
     outcore whatif job.py --if amp --if compile --if amp+compile --verify
 
-    outcore whatif job.py --if layer3=free --if conv:0.5x       what work on a part could gain at most
+    What work on a part could gain at most, other GPUs and more of them:
+
+    outcore whatif job.py --if layer3=free --if conv:0.5x
 
     outcore whatif job.py --on a100,l40s,h100 --price 1.8,1.0,2.9 --epoch 1281167
 
     outcore whatif job.py --on v100 --gpus 1,2,4,8,16 --link 25gbe --svg scaling.svg
     """
+    from outcore.job import Job
+    from outcore.whatif.answer import ask
+    from outcore.whatif.elsewhere import try_gpus
+    from outcore.whatif.links import parse_link
+    from outcore.whatif.recording import record_setup
+    from outcore.whatif.scaling import scale_out
+    from outcore.whatif.scaling_plot import scaling_svg
+    from outcore.whatif.setup import TrainingSetup
+    from outcore.whatif.tables import answers_table, gpus_table, scaling_table
+    from outcore.whatif.techniques import parse_techniques
+
     questions = if_ or []
     if not (questions or on or gpus):
         raise WhatIfError("nothing was asked; give --if amp, --on a100 or --gpus 1,2,4,8")
@@ -167,6 +174,8 @@ def whatif(
 
 def _linked(link: ClusterLink, techniques: Sequence[Technique]) -> ClusterLink:
     """A link as fast as techniques make it."""
+    from outcore.whatif.techniques import FasterLink
+
     for technique in techniques:
         if isinstance(technique, FasterLink):
             link = replace(link.faster(technique.factor), name=f"{link.name} x {technique.factor:g}")

@@ -82,7 +82,9 @@ def read_yaml(path: str | Path, schema: Schema, error: type[OutcoreError]) -> An
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as trouble:
-        raise error(f"{path} is not YAML: {' '.join(str(trouble).split())}") from None
+        mark, problem = getattr(trouble, "problem_mark", None), getattr(trouble, "problem", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise error(f"{path} is not YAML: {problem or ' '.join(str(trouble).split())}{where}") from None
     except (RecursionError, ValueError, OverflowError) as trouble:  # a date of month 13 is a ValueError
         raise error(f"{path} is not YAML that can be read: {str(trouble).splitlines()[0]}") from None
     if _nodes(value, {}) > _MOST_NODES:

@@ -174,14 +174,25 @@ class Explored:
         """How the step is done in tiles where no policy is enough, in words; or why it cannot be."""
         from outcore.cost.optimizer_cost import OptimizerCost
         from outcore.cost.predicted.estimate import estimate
-        from outcore.stream.managed_forward import StreamSettings, planned
+        from outcore.cost.profile import loss_bytes_of_job
+        from outcore.stream.one_device import fit_one_device
 
-        optimizer = OptimizerCost.of(self.job.optimizer or 2.0, self.shown.device.kind)
-        refused = PlanError("no policy meets the device's memory")
+        device, size = self.shown.device, self.shown.size
+        optimizer = OptimizerCost.of(self.job.optimizer or 2.0, device.kind)
         try:
-            graph = self.job.capture(self.shown.size)
-            wanted = StreamSettings(table.capacity_bytes, optimizer)
-            step = planned(graph, wanted, estimate(graph, self.where), refused)
+            graph = self.job.capture(size)
+            costs = estimate(graph, self.where)
+            step = fit_one_device(
+                graph,
+                costs,
+                self.where,
+                table.capacity_bytes,
+                optimizer=optimizer,
+                loss_bytes=loss_bytes_of_job(self.job, graph, costs, device, optimizer, size=size),
+                plain_s=self.shown.step.step_s,
+                plain_bytes=self.shown.memory.peak_bytes,
+                tiles_only=True,
+            ).plan
             return {"text": step.explain(), "document": step.document().to_json()}
         except (OutcoreError, AssertionError) as error:
             return {"refused": str(error)}

@@ -62,6 +62,16 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def rounded_up(nbytes: int) -> str:
+    """A size that is enough, as it is typed.
+
+    >>> rounded_up(2**20 + 1), rounded_up(1000)
+    ('2MiB', '1KiB')
+    """
+    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
+    return f"{-(-nbytes // unit)}{name}"
+
+
 def format_rate(per_second: float, unit: str) -> str:
     """A rate in decimal units, three significant digits.
 

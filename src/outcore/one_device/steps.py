@@ -183,9 +183,9 @@ def stream_tiles(asked: Request, network: Network, refused: PlanError | None = N
     from outcore.stream.managed_forward import StreamSettings, bytes_on, install_streamed_forward
 
     _refuse_written_tensors(network.graph, refused)
-    beside = network.loss_bytes + network.held_bytes + bytes_on(network.device, (asked.args, asked.kwargs))
-    dense = asked.loss is not network.on_output
-    wanted = StreamSettings(network.budget, network.cost, beside, asked.statistics, network.tiles, dense=dense)
+    beside, images = network.loss_bytes + network.held_bytes, bytes_on(network.device, (asked.args, asked.kwargs))
+    options: dict[str, Any] = {"dense": asked.loss is not network.on_output, "image_bytes": images}
+    wanted = StreamSettings(network.budget, network.cost, beside, asked.statistics, network.tiles, **options)
     step = install_streamed_forward(asked.model, network.graph, wanted, network.known_costs, refused)
     return _announced(asked, step, network.budget)
 

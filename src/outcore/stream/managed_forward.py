@@ -32,7 +32,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.structure import device_of, leaves
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, rounded_up
 from outcore.stream.arguments import with_fake_tensors, with_lazy_images
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
 from outcore.stream.plan.plan import StreamPlan, how_of, plan_by_hand, plan_tiles
@@ -51,7 +51,7 @@ class StreamSettings:
     budget_bytes: int | None
     optimizer: OptimizerCost
     reserved_bytes: int = 0
-    """Bytes to leave free, for the loss and for images that lie on the device."""
+    """Bytes to leave free, for the loss."""
     statistics: bool = False
     """Whether further passes for norms over the image are accepted."""
     by_hand: Mapping[str, Any] | None = None
@@ -60,6 +60,8 @@ class StreamSettings:
     """Whether the loss is over pixels and taken in one pass."""
     device: str | None = None
     """The kind of device it will run on; the model's own if it is not said."""
+    image_bytes: int = 0
+    """Bytes of images that lie on the device."""
 
 
 class StreamedForward:
@@ -126,7 +128,9 @@ class StreamedForward:
             else:
                 plan = self.choose(graph, self.wanted.dense)
                 self.streamed.plans.append((self.wanted.dense, plan))
-        self.step = StreamedStep.of(plan, graph, self.costs, self.wanted.budget_bytes, self.beside_bytes)
+        images = self.wanted.image_bytes
+        beside = self.beside_bytes - images
+        self.step = StreamedStep.of(plan, graph, self.costs, self.wanted.budget_bytes, beside, images)
         return self.step
 
     def choose(self, graph: Graph, dense: bool) -> StreamPlan:
@@ -150,7 +154,7 @@ class StreamedForward:
         said = PlanError(
             f"streaming cannot meet a budget of {format_bytes(self.wanted.budget_bytes or 0)}: streaming needs at "
             f"least {format_bytes(least + beside)}, {format_bytes(beside)} of it for the optimizer's state, the loss "
-            "and images on the device; give at least that"
+            f'and images on the device; give memory="{rounded_up(least + beside)}" or more'
             + ("" if (self.tiles_bytes or 0) > 0 else ", or give images lazily (outcore.data)")
         )
         said.least_bytes = least + beside
@@ -158,10 +162,12 @@ class StreamedForward:
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes that are held beside what streaming counts: the optimizer's state, the loss, what libraries hold."""
+        """Bytes that are held beside what streaming counts: the optimizer's state, the loss, images on the device, what
+        libraries hold."""
         sizes = {n: p.numel() * p.element_size() for n, p in self.model.named_parameters() if p.requires_grad}
         libraries = self.costs.library_bytes if self.costs is not None else 0
-        return self.wanted.reserved_bytes + self.wanted.optimizer.state_bytes(sizes) + libraries
+        beside = self.wanted.reserved_bytes + self.wanted.image_bytes
+        return beside + self.wanted.optimizer.state_bytes(sizes) + libraries
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -217,10 +223,19 @@ def _admitted(streamed_forward: StreamedForward, graph: Graph, refused: PlanErro
     except (PlanError, StreamError) as error:
         if refused is None:
             raise
+        raise refused_both_ways(refused, error) from None
+
+
+def refused_both_ways(refused: PlanError, error: PlanError | StreamError) -> PlanError:
+    """That neither policies nor tiles meet a budget, with the least that would."""
+    with_policies, in_tiles = refused.least_bytes, getattr(error, "least_bytes", None)
+    known = [least for least in (with_policies, in_tiles) if least is not None]
+    if in_tiles is not None and in_tiles == min(known):  # of two budgets that would do, the smaller is named
+        both = PlanError(f"{str(refused).partition('; give ')[0]}; nor in tiles: {error}")
+    else:
         both = PlanError(f"{refused}; tiles do not help: {error}")
-        known = (getattr(e, "least_bytes", None) for e in (refused, error))
-        both.least_bytes = min((least for least in known if least is not None), default=None)
-        raise both from None
+    both.least_bytes = min(known, default=None)
+    return both
 
 
 def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, costs: Costs | None) -> Exception:

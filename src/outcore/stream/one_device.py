@@ -43,8 +43,6 @@ class OneDeviceStep:
     @property
     def time_s(self) -> float:
         """Predicted seconds of a step."""
-        if isinstance(self.plan, StreamedStep):
-            return self.plan.plan.time_s
         return self.plan.time_s
 
     @property
@@ -80,6 +78,7 @@ def fit_one_device(
     loss_bytes: int | None = None,
     plain_s: float | None = None,
     plain_bytes: int | None = None,
+    image_bytes: int = 0,
     statistics: bool = False,
     tiles_only: bool = False,
 ) -> OneDeviceStep:
@@ -94,6 +93,7 @@ def fit_one_device(
         loss_bytes: what the loss holds beside the output, with its targets; without it, what a loss usually does.
         plain_s: what a plain step takes with its loss and the optimizer's, where that is known.
         plain_bytes: and holds.
+        image_bytes: of the inputs, what lies on the device while tiles run; images that are read lazily do not.
         statistics: whether further passes over an image for norms over the whole of it are accepted.
         tiles_only: leave out what needs the whole image on the device.
 
@@ -122,8 +122,8 @@ def fit_one_device(
             return OneDeviceStep("policies" if made.policy else "plain", made)
         except PlanError as error:
             refused = error
-    wanted = StreamSettings(budget_bytes, optimizer, beside, statistics, device=device.kind)
-    return OneDeviceStep("tiles", planned(graph, wanted, costs, refused))
+    wanted = StreamSettings(budget_bytes, optimizer, beside, statistics, device=device.kind, image_bytes=image_bytes)
+    return OneDeviceStep("tiles", planned(graph, wanted, costs, refused).beside_plain(plain_s, plain_bytes))
 
 
 def simulate_tiles(
@@ -134,6 +134,7 @@ def simulate_tiles(
     *,
     optimizer: OptimizerCost,
     loss_bytes: int | None = None,
+    plain_s: float | None = None,
 ) -> Timeline:
     """The timeline of a step by a plan that streams: tile by tile, with the memory that `fit_one_device` counts.
 
@@ -144,6 +145,7 @@ def simulate_tiles(
         machine: what it would run on.
         optimizer: what its state takes.
         loss_bytes: what the loss holds beside the output, with its targets.
+        plain_s: what a plain step takes with its loss and the optimizer's, where that is known.
 
     Raises:
         PlanError: the plan has no tiles.
@@ -152,4 +154,4 @@ def simulate_tiles(
         raise PlanError("the plan has no tiles: nothing stands under stream")
     beside = usual_loss_bytes(graph) if loss_bytes is None else loss_bytes
     wanted = StreamSettings(None, optimizer, beside, by_hand=plan.stream, device=machine.devices[0].kind)
-    return planned(graph, wanted, costs).simulate()
+    return planned(graph, wanted, costs).beside_plain(plain_s, None).simulate()

@@ -14,6 +14,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from outcore.train.runners.build import build_runner
 from outcore.train.runners.runner import Runner
 from outcore.train.runners.step_loss import default_loss
 from outcore.train.settings.config import Config
-from outcore.train.settings.schedules import make_schedule
+from outcore.train.settings.schedules import find_schedule, make_schedule
 from outcore.train.start import forecast, start_table
 from outcore.train.stop_signals import StopRequest, listening
 
@@ -55,6 +56,7 @@ def train(config: Config, console: Console) -> int:
             f"no good checkpoint in {config.resume}, which --resume names; give the folder of one, like "
             "runs/first/checkpoints/last"
         )
+    _check_names(config)
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
     stop_request, parent = StopRequest(), launcher_pid()
@@ -62,6 +64,21 @@ def train(config: Config, console: Console) -> int:
         if parent is not None:
             end_with_parent(parent)()
         return _train(config, console, stop_request)
+
+
+def _check_names(config: Config) -> None:
+    """Refuse what cannot be measured or scheduled, before anything is read, planned or written."""
+    find_schedule(config.schedule)
+    make_metrics(config.metrics)
+    if config.metrics and config.watch not in ("loss", *config.metrics):
+        _refuse_watch(config.watch, config.metrics)
+
+
+def _refuse_watch(watch: str, metrics: tuple[str, ...]) -> NoReturn:
+    measured = f"only the loss and {', '.join(metrics)}" if metrics else "only the loss"
+    raise ConfigError(
+        f"watch={watch} was given, and this run measures {measured}; add it to metrics=, and validation data"
+    )
 
 
 def _launch(config: Config, console: Console) -> int:
@@ -116,10 +133,7 @@ def _train_in(
         console.print()
     metrics = _metrics(config, runner, validation)
     if config.watch != "loss" and config.watch not in metrics:
-        measured = f"only the loss and {', '.join(metrics)}" if metrics else "only the loss"
-        raise ConfigError(
-            f"watch={config.watch} was given, and this run measures {measured}; add it to metrics=, and validation data"
-        )
+        _refuse_watch(config.watch, metrics)
     assert runner.optimizer is not None
     loop = Loop(
         config,

@@ -7,7 +7,6 @@ device, and the table says what a plain step would need beside what was planned.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.machine.units import counted
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
+from outcore.run.engine.batch import arguments
 from outcore.run.engine.setup import choose_device
 from outcore.train.progress import count_rate
 from outcore.train.settings.config import Config, computing
@@ -83,13 +83,13 @@ def device_here(name: str | None) -> tuple[str, Device]:
 
 
 def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunForecast:
-    """Estimate a plain step for inputs of a given size: tensors, lazy batches, or a tuple of them.
+    """Estimate a plain step for inputs of a given size: tensors, lazy batches, a tuple of them, or a dictionary.
 
     With targets the memory is that of the step with the job's own loss, as `outcore profile` shows it.
     """
     _, device = device_here(config.train.device)
-    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    shapes = tuple(tuple(x.shape) for x in given if hasattr(x, "shape"))
+    given = arguments(inputs)
+    shapes = tuple(tuple(x.shape) for x in (*given[0], *given[1].values()) if hasattr(x, "shape"))
     try:
         graph = _record(job, given, config.train.precision)
         parameters = graph.root.parameters
@@ -126,19 +126,21 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
     )
 
 
-def _record(job: Job, inputs: Sequence[Any], precision: str, targets: Any = None) -> Graph:
+def _record(job: Job, given: tuple[tuple[Any, ...], dict[str, Any]], precision: str, targets: Any = None) -> Graph:
     """The graph for inputs of these shapes, with the loss if there are targets; nothing of this size is allocated."""
-    stand_ins = tuple(
-        torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if hasattr(x, "shape") else x for x in inputs
-    )
+
+    def stand_in(x: Any) -> Any:
+        return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if hasattr(x, "shape") else x
+
+    args, kwargs = tuple(map(stand_in, given[0])), {name: stand_in(x) for name, x in given[1].items()}
     model = job.build("meta").train()
     if precision != "fp32":  # autocast looks at the device; weights that nobody fills in take no memory
         model = model.to_empty(device="cpu")
     with computing(precision, "cpu"):
         if job.loss is None or targets is None:
-            return capture(model, stand_ins)
+            return capture(model, args, kwargs)
         target = substitute(targets, torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
-        return capture(with_loss(model, apart(job.loss)), stand_ins, {"target": target})
+        return capture(with_loss(model, apart(job.loss)), args, {**kwargs, "target": target})
 
 
 def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, examples: int, batch: int) -> Table:

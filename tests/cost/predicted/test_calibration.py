@@ -170,9 +170,24 @@ def test_the_shipped_calibration_is_found_beside_a_small_one_of_the_user(
     assert Calibration.find("abacus", "fp32", cache=tmp_path) is None
 
 
-def test_calibrating_keeps_samples_and_the_fit(tmp_path: Path) -> None:
+def test_one_slow_sample_does_not_speak_for_its_kind() -> None:
+    """A first layer that was measured once, a thousand times too slow, as the first operation on a machine can be."""
+    operations = itertools.islice(sweep(DEVICE, dtype="fp32", kinds=["conv"]), 140)
+    first = Operation("conv", batch=1, in_channels=3, out_channels=8, size=(512, 512), kernel=(4, 4), stride=(4, 4))
+    slow = TimedRuns.of([1000 * invented(first).median_s] * 3)
+    samples = [Sample(o, invented(o)) for o in operations if o.family != "first" and o.direction == "forward"]
+    fitted = fit_calibration([*samples, Sample(first, slow)], DEVICE, "fp32", methods=("polynomial",))
+    assert "first/forward" not in fitted.models and "conv/forward" in fitted.models
+    (found,) = fitted.predict([first])
+    assert found.time_s < 5 * invented(first).median_s
+
+
+def test_calibrating_keeps_samples_and_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("here", "cpu", 1 << 28, 1e10, {"fp32": 2e10}, sms=1, dispatch_s=2e-6)
-    for seconds in (0.5, 0.2):
+    (fitted,) = calibrate(device, "cpu", dtypes=["fp32"], seconds=0.2, cache=tmp_path)
+    assert bool(fitted.models) == (Calibration.find("here", "fp32", cache=tmp_path) is not None)
+    monkeypatch.setattr(calibration_module, "_LEAST", 1)
+    for seconds in (0.3, 0.2):
         (fitted,) = calibrate(device, "cpu", dtypes=["fp32"], seconds=seconds, cache=tmp_path)
     found = Calibration.find("here", "fp32", cache=tmp_path)
     assert found is not None and found.errors() == fitted.errors()

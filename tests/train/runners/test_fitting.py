@@ -13,7 +13,8 @@ import outcore
 from outcore.cli.one_device import plan_on_one_device
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
-from outcore.cost.profile import loss_bytes_of_job
+from outcore.cost.profile import loss_bytes_of_job, profile
+from outcore.data import ArraySource, Batch
 from outcore.errors import PlanError, TrainError
 from outcore.job import Job
 from outcore.machine import known
@@ -45,11 +46,12 @@ JOBS = {
 }
 
 
-def trained(job: Job, budget: int, folder: Path) -> tuple[FittedModel, RunForecast]:
+def trained(job: Job, budget: int, folder: Path, *, lazy: bool = True) -> tuple[FittedModel, RunForecast]:
+    """A run on a slide, which tiles read lazily, or on batches that the job makes."""
     config = Config.read({"job": "job.py"}, [f"plan.memory={budget}", "train.device=cpu"])
-    image = torch.empty(1, 3, SIDE, SIDE)
-    expected = forecast(job, image, config, job.batch(1)[1])
-    first = MicroBatch(*job.batch(1), ("one",))
+    inputs, target = job.batch(1)
+    expected = forecast(job, torch.empty(1, 3, SIDE, SIDE), config, target)
+    first = MicroBatch(Batch((ArraySource(inputs[0]),)) if lazy else inputs, target, ("one",))
     return fit(job.build().train(), job, config, expected, first, RunFolder(folder)), expected
 
 
@@ -77,6 +79,18 @@ def test_a_plan_and_a_run_choose_the_same_and_say_the_same(name: str, share: flo
         assert made.plan.stream == plan.stream
 
 
+def test_images_that_a_job_makes_lie_on_the_device_and_are_in_the_budget(tmp_path: Path) -> None:
+    job, image_bytes = JOBS["classes"], 3 * SIDE**2 * 4
+    for name in ("lazy", "tensors", "refused"):
+        (tmp_path / name).mkdir()
+    lazy, _ = trained(job, 1_000_000, tmp_path / "lazy")
+    made, _ = trained(job, 1_000_000 + image_bytes, tmp_path / "tensors", lazy=False)
+    assert lazy.plan is not None and made.plan is not None and made.plan.stream == lazy.plan.stream
+    assert lazy.peak_bytes is not None and made.peak_bytes == lazy.peak_bytes + image_bytes
+    with pytest.raises(TrainError, match="policies and tiles need at least"):
+        trained(job, image_bytes, tmp_path / "refused", lazy=False)
+
+
 def test_the_command_prints_the_same_plan_and_its_timeline_takes_what_it_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -89,7 +103,8 @@ def test_the_command_prints_the_same_plan_and_its_timeline_takes_what_it_says(
     assert "in tiles: " in capsys.readouterr().out
     costs, optimizer = estimate(graph, here), OptimizerCost.of(2.0, "cpu")
     held = loss_bytes_of_job(job, graph, costs, here.devices[0], optimizer)
-    timeline = simulate_tiles(made, graph, costs, here, optimizer=optimizer, loss_bytes=held)
+    plain_s = profile(job, here.devices[0]).step.step_s
+    timeline = simulate_tiles(made, graph, costs, here, optimizer=optimizer, loss_bytes=held, plain_s=plain_s)
     assert made.predicted is not None
     assert timeline.step_s == pytest.approx(made.predicted.time_s, rel=1e-12)
     assert timeline.peak_bytes == made.predicted.peak_bytes
@@ -97,7 +112,8 @@ def test_the_command_prints_the_same_plan_and_its_timeline_takes_what_it_says(
 
 def test_a_refusal_is_the_same_and_the_least_budget_that_it_names_is_enough(tmp_path: Path) -> None:
     job = JOBS["classes"]
-    with pytest.raises(PlanError, match="tiles do not help") as refused:
+    said = r"cannot be done within [^;]+; [^;]+; nor in tiles: .*; give memory=\"\d+KiB\" or more$"
+    with pytest.raises(PlanError, match=said) as refused:
         outcore.plan(job, devices=1, memory=100_000)
     with pytest.raises(TrainError) as same:
         trained(job, 100_000, tmp_path)

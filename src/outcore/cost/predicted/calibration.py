@@ -4,8 +4,8 @@ It answers the question "how long would this operation take?" without the device
 time: an interval, the roofline it was derived from, the efficiency, and how far it can be trusted:
 
     measured range   a fitted kind, within the sizes that were sampled
-extrapolated     a fitted kind, outside them; the answer tends to the median efficiency
-    roofline         a kind that was not sampled: roofline over the median efficiency of all kinds
+    extrapolated     a fitted kind, outside them; the answer tends to the median efficiency
+    roofline         a kind of which there are too few samples: roofline over the median efficiency of all kinds
     scaled           carried over to another device by its rates
 
 It is stored as one (gzipped) JSON document with its own held-out errors inside. The calibrations of some devices ship
@@ -43,6 +43,9 @@ from outcore.machine.probe import cache_directory
 VERSION = 1
 _NO_CACHE = 8.0
 _BIAS = NAMES.index("bias")
+_LEAST = 8
+"""With fewer samples of a kind and direction their median says little: one slow sample of a first layer made every
+first layer a hundred times too slow."""
 _LEAST_OF_A_PART = 20
 """With fewer samples of single products, a model of both products together is better."""
 
@@ -227,7 +230,8 @@ class Calibration:
         if not path.exists():
             return shipped
         own = cls.load(path)
-        return shipped if shipped is not None and shipped.samples > own.samples else own
+        enough = own.models and (shipped is None or shipped.samples <= own.samples)
+        return own if enough else shipped
 
     @property
     def samples(self) -> int:
@@ -317,12 +321,12 @@ def fit_calibration(
     about: Mapping[str, Any] | None = None,
     methods: Sequence[str] = METHODS,
 ) -> Calibration:
-    """Fit every kind and direction that was sampled."""
+    """Fit every kind and direction of which there are enough samples."""
     base = Ceiling.of(device, dtype)
     models: dict[str, Efficiency] = {}
     for family in ("depthwise", "first", "dense", *KINDS):
         for part in ("forward", "backward", "weight", "input"):
             chosen = training_samples(samples, base, family, part)
-            if len(chosen) >= (1 if part in ("forward", "backward") else _LEAST_OF_A_PART):
+            if len(chosen) >= (_LEAST if part in ("forward", "backward") else _LEAST_OF_A_PART):
                 models[f"{family}/{part}"] = fit_efficiency(chosen, base, methods=methods)
     return Calibration(device.name, dtype, base, models, dict(about or {}))

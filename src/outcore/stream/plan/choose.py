@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outcore.errors import PlanError
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, rounded_up
 
 _HOPE = 1.05
 """A candidate is tried if its rough bytes are at most so many times the budget."""
@@ -167,7 +167,8 @@ def choose(
     needed = math.ceil(found[least] / (1 - margin))
     refused = PlanError(
         f"streaming cannot meet a budget of {format_bytes(budget_bytes)}; the least found is "
-        f"{format_bytes(needed)} ({least}); give at least that"
+        f"{format_bytes(needed)} ({least}); "
+        f'give memory="{rounded_up(needed)}" or more'
     )
     refused.least_bytes = needed
     raise refused

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from outcore.data import ArraySource, Batch, DataError, Source
+from outcore.graph.structure import leaves
 from outcore.job import Job
 from outcore.memory.offload.worker_threads import read_ahead
 from outcore.run.engine import batch as batches
 from outcore.train.examples.examples import Examples, generator
 
-__all__ = ["Feed", "JobFeed", "MicroBatch", "Steps"]
+__all__ = ["Feed", "JobFeed", "MicroBatch", "Steps", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class MicroBatch:
     def examples(self) -> int:
         """How many."""
         return len(self.names)
+
+
+def tensors_of(given: Any) -> list[Tensor]:
+    """The tensors that a step is given as they are; what is read lazily is not among them."""
+    return [leaf for _, leaf in leaves(given, (Tensor, Batch)) if isinstance(leaf, Tensor)]
 
 
 Steps = Generator[list[MicroBatch], None, None]

@@ -158,6 +158,8 @@ def _one_share(first: MicroBatch, ranks: int) -> MicroBatch:
             return replace(inputs, sources=inputs.sources[:share])
         if isinstance(inputs, (tuple, list)):
             return tuple(cut(x) for x in inputs)
+        if isinstance(inputs, dict):
+            return {name: cut(x) for name, x in inputs.items()}
         return inputs[:share] if isinstance(inputs, torch.Tensor) else inputs
 
     return replace(

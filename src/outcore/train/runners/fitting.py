@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from outcore.data import Batch
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
 from outcore.job import Job
-from outcore.machine.units import format_bytes, parse_budget
+from outcore.machine.units import format_bytes, parse_budget, rounded_up
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.program.plan.document import Plan
 from outcore.program.policies import kind_of_policy
+from outcore.run.engine.batch import arguments
 from outcore.stream.one_device import OneDeviceStep
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.train.examples.feed import MicroBatch
@@ -134,12 +137,12 @@ def _within_or_streamed(
     beside = loss.bytes if expected.loss_bytes is None else expected.loss_bytes
     refused, enough = [], []
     try:
-        step = choose_step(model, job, config, expected, budget, beside)
+        step = choose_step(model, job, config, expected, budget, beside, first.inputs)
         if step.rung == "plain":
             return FittedModel(model, step_s=step.time_s, peak_bytes=step.peak_bytes)
         if isinstance(step.plan, MemoryPlan):
             try:
-                return _within(model, job, config, expected, budget, loss, step, step.plan)
+                return _within(model, job, config, first.inputs, budget, loss, step, step.plan)
             except (PlanError, CaptureError) as error:
                 least = getattr(error, "least_bytes", None)
                 enough += [] if least is None else [least + loss.target_bytes]
@@ -153,7 +156,7 @@ def _within_or_streamed(
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
     if expected.peak_bytes is not None:
         enough.append(expected.peak_bytes + (loss.bytes if expected.loss_bytes is None else 0))
-    give = f"; give --memory {_rounded_up(min(enough))} or more" if enough else ""
+    give = f"; give --memory {rounded_up(min(enough))} or more" if enough else ""
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
 
 
@@ -163,17 +166,11 @@ def _why(error: OutcoreError) -> str:
     return str(error).splitlines()[0] if least is None else f"policies and tiles need at least {format_bytes(least)}"
 
 
-def _rounded_up(nbytes: int) -> str:
-    """A budget that is enough, as it is typed."""
-    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
-    return f"{-(-nbytes // unit)}{name}"
-
-
 def _within(
     model: nn.Module,
     job: Job,
     config: Config,
-    expected: RunForecast,
+    inputs: Any,
     budget: int,
     loss: StepLoss,
     step: OneDeviceStep,
@@ -185,9 +182,10 @@ def _within(
 
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
+    args, kwargs = _example(inputs, device)
     left = max(1, budget - loss.target_bytes)
     with computing(config.train.precision, device):
-        within(model, list(expected.shapes), memory=left, loss=loss, optimizer=optimizer, stream=False, quiet=True)
+        within(model, args, kwargs, memory=left, loss=loss, optimizer=optimizer, stream=False, quiet=True)
     kinds: dict[str, int] = {}
     for how in plan.policy.values():
         kind = kind_of_policy(how)
@@ -196,6 +194,20 @@ def _within(
     shown = ", ".join(f"{count} {done.get(kind, kind)}" for kind, count in kinds.items()) or "all kept"
     said = f"{format_bytes(step.peak_bytes)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
     return FittedModel(model, False, (("within", said),), step.time_s, step.peak_bytes)
+
+
+def _example(inputs: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is planned for: images by their shape, and as they are what has names or is not of real numbers."""
+    args, kwargs = arguments(inputs)
+
+    def on_device(x: Any) -> Any:
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    def real(x: Any) -> bool:
+        return isinstance(x, Batch) or (isinstance(x, torch.Tensor) and x.is_floating_point())
+
+    named = {name: on_device(x.tensor() if isinstance(x, Batch) else x) for name, x in kwargs.items()}
+    return tuple(tuple(x.shape) if real(x) else on_device(x) for x in args), named
 
 
 def _by_plan(model: nn.Module, plan: Plan) -> FittedModel:

@@ -8,7 +8,8 @@ interface (`outcore.train.runners.engine_runner`). The loop above knows neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +22,9 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
 from outcore.program import Timeline
+from outcore.run.engine.batch import arguments
 from outcore.run.engine.setup import check_gradients, check_loss, check_optimizer
-from outcore.train.examples.feed import MicroBatch
+from outcore.train.examples.feed import MicroBatch, tensors_of
 from outcore.train.run_folder.saving import load_state, save_state
 from outcore.train.runners.fitting import FittedModel
 from outcore.train.settings.config import computing
@@ -146,7 +148,7 @@ class PlainRunner:
         """The loss in eval mode, and what the model returns."""
         self.model.eval()
         with torch.no_grad(), self._precision():
-            output = self.model(*self._arguments(micro_batch.inputs))
+            output = self._output(micro_batch.inputs)
             return float(self.loss(output, _moved(micro_batch.targets, self.device))), output
 
     def peak_bytes(self) -> int | None:
@@ -201,8 +203,13 @@ class PlainRunner:
         return state
 
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
-        output = self.model(*self._arguments(micro_batch.inputs))
+        output = self._output(micro_batch.inputs)
         return self.loss(output, _moved(micro_batch.targets, self.device))
+
+    def _output(self, inputs: Any) -> Any:
+        """What the model returns; inputs in a dictionary are its keyword arguments."""
+        args, kwargs = arguments(inputs)
+        return self.model(*self._arguments(args), **{name: self._arguments(x)[0] for name, x in kwargs.items()})
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
         given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -234,11 +241,12 @@ class PlainRunner:
             statistics = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
             self._peak = int(statistics["allocated_bytes"]["all"]["peak"])
         elif self._steps == 2:
-            given = [t for m in micro_batches for t in (m.inputs, m.targets) if isinstance(t, Tensor)]
-            held = {id(t): t for t in (*self._held(), *given)}
-            with _RealBytes(held.values()) as live:
+            given = [tensors_of((m.inputs, m.targets)) for m in micro_batches]
+            held = {id(t): t for t in self._held()}
+            with _RealBytes((*held.values(), *itertools.chain(*given))) as live:
                 yield
-            self._peak = live.peak + sum(t.untyped_storage().nbytes() for t in held.values())
+            # Of micro-batches the one at work counts; those that wait their turn are in host memory on any device.
+            self._peak = live.peak + _bytes(held.values()) + max(map(_bytes, given), default=0)
         else:
             yield
 
@@ -278,6 +286,10 @@ class _RealBytes(LiveBytes):
     def _note(self, tensor: Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:
         if not tensor.is_meta and not isinstance(tensor, FakeTensor):
             super()._note(tensor, operation, source, counted=counted)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

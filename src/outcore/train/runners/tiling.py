@@ -35,6 +35,7 @@ from outcore.stream.plan.plan import StreamPlan, how_of
 from outcore.stream.plan.prepared import bound, divided
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.streamed import Streamed
+from outcore.train.examples.feed import tensors_of
 from outcore.train.settings.config import Config, computing
 from outcore.train.settings.schedules import make_optimizer
 from outcore.train.start import RunForecast, device_here, duration
@@ -74,15 +75,15 @@ def plan_stream(
         StreamError: nothing can be streamed.
     """
     if found is None:
-        step = choose_step(model, job, config, expected, budget, beside, tiles_only=True).plan
+        step = choose_step(model, job, config, expected, budget, beside, inputs, tiles_only=True).plan
         assert isinstance(step, StreamedStep)
         found = step
     graph = expected.graph if expected.graph is not None else capture(model, list(expected.shapes))
     plan, peak = found.plan, found.peak_bytes
     share = computed_share(inputs, graph, plan)
-    step_s = plan.time_s
+    step_s = found.time_s
     if share < 1:
-        step_s = plan.time_s * share + plan.passes * plan.tiles * _FOUND_S
+        step_s += plan.time_s * (share - 1) + plan.passes * plan.tiles * _FOUND_S
     said = f"{plan.words}, predicted peak {format_bytes(peak)}"
     if share < 1:
         said += f", about {100 * share:.0f} % of it tissue"
@@ -104,6 +105,7 @@ def choose_step(
     expected: RunForecast,
     budget: int,
     beside: int | None = None,
+    inputs: Any = None,
     *,
     tiles_only: bool = False,
 ) -> OneDeviceStep:
@@ -116,6 +118,7 @@ def choose_step(
         expected: what was predicted.
         budget: the most a step may hold.
         beside: what the loss holds, with its targets.
+        inputs: what a step is given; tensors among it lie on the device.
         tiles_only: leave out what needs the whole image on the device.
     """
     name, device = device_here(config.train.device)
@@ -130,6 +133,7 @@ def choose_step(
             optimizer=optimizer,
             loss_bytes=beside,
             plain_s=expected.step_s,
+            image_bytes=sum(t.numel() * t.element_size() for t in tensors_of(inputs)),
             statistics=config.plan.statistics,
             tiles_only=tiles_only,
         )

@@ -14,7 +14,7 @@ from outcore.errors import ConfigError, suggest
 from outcore.job import Job
 from outcore.train.settings.config import OptimizerConfig, ScheduleConfig
 
-__all__ = ["make_optimizer", "make_schedule"]
+__all__ = ["find_schedule", "make_optimizer", "make_schedule"]
 
 
 def make_optimizer(config: OptimizerConfig, job: Job) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -40,13 +40,20 @@ def make_optimizer(config: OptimizerConfig, job: Job) -> Callable[[Iterable[nn.P
     return lambda parameters: kind(parameters, **arguments)
 
 
+def find_schedule(config: ScheduleConfig) -> type[lr_scheduler.LRScheduler] | None:
+    """The class of a schedule, or None where there is none; raises `ConfigError` for one that torch does not have."""
+    if config.name is None:
+        return None
+    found: type[lr_scheduler.LRScheduler] = _find(lr_scheduler, config.name, lr_scheduler.LRScheduler, "schedule")
+    return found
+
+
 def make_schedule(
     config: ScheduleConfig, optimizer: torch.optim.Optimizer, *, epochs: int, steps: int
 ) -> lr_scheduler.LRScheduler | None:
     """A schedule, or None; a length that it needs and was not given is that of the run."""
-    if config.name is None:
+    if (kind := find_schedule(config)) is None:
         return None
-    kind = _find(lr_scheduler, config.name, lr_scheduler.LRScheduler, "schedule")
     length = epochs if config.every == "epoch" else epochs * steps
     arguments = dict(config.arguments)
     for name in ("T_max", "total_iters", "total_steps"):
