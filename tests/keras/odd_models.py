@@ -41,7 +41,7 @@ def attention_over_two_axes() -> Any:
 @odd
 def grouped_query_attention() -> Any:
     x = keras.Input((5, 8))
-    return keras.Model(x, L.GroupedQueryAttention(4, 4, 2)(x, x, use_causal_mask=True))
+    return keras.Model(x, L.GroupQueryAttention(4, 4, 2)(x, x, use_causal_mask=True))
 
 
 @odd
@@ -185,9 +185,9 @@ def a_loss_of_its_own() -> Any:
 
 
 @odd
-def einsum_with_an_ellipsis() -> Any:
+def einsum_of_four_dimensions() -> Any:
     given = keras.Input((3, 4, 5))
-    x = L.EinsumDense("...x,xy->...y", (3, 4, 7), bias_axes="y", activation="relu")(given)
+    x = L.EinsumDense("abcx,xy->abcy", (3, 4, 7), bias_axes="y", activation="relu")(given)
     return keras.Model(given, K.einsum("abij,abkj->abik", x, x))
 
 
