@@ -3,8 +3,9 @@
     python -m tests.keras.measured_memory [name ...]
 
 Measured is what TensorFlow's allocator has in use at the peak of six steps (`get_memory_info`), with weights,
-optimizer state, inputs and targets, less what the process held before. Budgets are shares of what the plain step is
-predicted to take. Where one is refused, the smallest that was named is tried last.
+optimizer state, inputs and targets, less what the process held before; and, as ``living_bytes``, the tensors alone,
+without what the allocator gives too much (`living_bytes`). Budgets are shares of what the plain step is predicted to
+take. Where one is refused, the smallest that was named is tried last.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 import outcore
 from outcore.errors import PlanError
+from tests.keras.living_bytes import living_bytes
 from tests.keras.networks import NETWORKS
 from tests.keras.oracle import keras, tf
 
@@ -82,6 +84,12 @@ def measured(model: Any, x: Any, y: Any) -> int:
     return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
 
 
+def living(model: Any, x: Any, y: Any) -> int:
+    """The bytes of living tensors at the peak of an epoch of three steps."""
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(3)
+    return living_bytes(lambda: model.fit(data, shuffle=False, verbose=0))
+
+
 def build(name: str) -> tuple[Any, Any, Any, int]:
     """A compiled model, a batch for it, and the bytes that were in use before."""
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
@@ -98,7 +106,8 @@ def rows(name: str) -> Any:
     outcore.within(model, (x,), memory=None, quiet=True)
     plain = outcore.memory_plan(model).peak_bytes
     outcore.release(model)
-    yield {"model": name, "budget": None, "predicted_bytes": plain, "measured_bytes": measured(model, x, y) - before}
+    found = {"measured_bytes": measured(model, x, y) - before, "living_bytes": living(model, x, y) - before}
+    yield {"model": name, "budget": None, "predicted_bytes": plain} | found
     named: int | None = None
     for budget in (*BUDGETS, "smallest"):
         if budget == "smallest" and named is None:
@@ -121,7 +130,8 @@ def rows(name: str) -> Any:
             "micro_batches": plan.micro_batches,
             "planning_s": round(time.perf_counter() - begun, 1),
         }
-        yield row | {"measured_bytes": measured(model, x, y) - before}
+        found = {"measured_bytes": measured(model, x, y) - before, "living_bytes": living(model, x, y) - before}
+        yield row | found
         outcore.release(model)
 
 

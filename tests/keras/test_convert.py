@@ -212,7 +212,7 @@ REFUSED = {
     "native": (lambda: [Native(name="mine")], r"mine \(Native\).*symbolic tensors.*KERAS_BACKEND=torch"),
     "regularizer": (lambda: [L.Dense(2, kernel_regularizer="l2")], "regularizer.*weight_decay"),
     "constraint": (lambda: [L.Dense(2, kernel_constraint="non_neg")], "constraint"),
-    "random": (lambda: [L.RandomFlip()], "data set"),
+    "random": (lambda: [L.RandomCrop(4, 4)], "data set"),
     "lambda": (lambda: [L.Lambda(lambda x: x + 1)], "Lambda"),
     "mixed": (lambda: [L.Dense(2, dtype="mixed_bfloat16")], "bfloat16.*autocast"),
     "masking": (lambda: [L.Reshape((8, 24)), L.Masking()], "mask"),

@@ -15,6 +15,7 @@ from outcore.keras.tensorflow.calls import functional_of, list_calls
 from outcore.keras.tensorflow.graph_memory import graph_memory
 from outcore.keras.tensorflow.optimized_graph import optimized
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
+from tests.keras.living_bytes import living_bytes
 from tests.keras.measured_memory import MODELS, rows
 from tests.keras.oracle import keras, tf
 from tests.keras.random_models import random_model
@@ -205,3 +206,33 @@ def test_peaks_are_predicted_and_budgets_kept(name: str) -> None:
         print(row)
         if row.get("budget_bytes") is not None:
             assert row["measured_bytes"] <= row["budget_bytes"], row
+
+
+def test_a_peak_is_the_largest_over_what_a_process_may_have_done_before() -> None:
+    """A chunk is given as it is unless it is twice as large, so it matters where free memory lies."""
+    sizes = [int(n) for n in np.random.default_rng(0).integers(5, 40, 40)]
+
+    def step(x: Any) -> Any:
+        kept, total = [tf.tile(x, [n]) for n in sizes], tf.constant(0.0)  # of 64 KiB each
+        for one in kept[::-1]:
+            total += tf.reduce_sum(tf.sin(one))
+        return total
+
+    traced = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((2**14,), tf.float32))
+    found, again = (graph_memory(traced.graph, [3 * 2**18] * 4) for _ in range(2))
+    assert found == again
+    assert 0 < found.spread_bytes < found.peak_bytes
+    assert found.peak_bytes - found.spread_bytes >= 4 * 3 * 2**18 + sum(sizes) * 2**16
+
+
+def test_living_bytes_are_those_that_were_asked_for() -> None:
+    def run() -> None:
+        large = tf.zeros((3 * 2**20,), tf.uint8)
+        small = tf.zeros((2**20,), tf.uint8)
+        del large
+        again = tf.zeros((2 * 2**20,), tf.uint8)  # in a chunk of three, if that is free
+        del small, again
+
+    before = int(tf.config.experimental.get_memory_info("CPU:0")["current"])
+    found = living_bytes(run) - before
+    assert 4 * 2**20 <= found < 4 * 2**20 + 2**17

@@ -27,7 +27,8 @@ rounds some constants, and TensorFlow all of a bilinear interpolation, to float3
 def example_inputs(model: Any, size: int = 32, batch: int = 2, seed: int = 0) -> list[np.ndarray[Any, Any]]:
     """Random inputs for a model; dimensions that it leaves open have `size` elements."""
     random = np.random.default_rng(seed)
-    most = min((int(layer.input_dim) for layer in _all_layers(model) if hasattr(layer, "input_dim")), default=2)
+    sizes = (getattr(layer, name, None) for layer in _all_layers(model) for name in ("input_dim", "num_tokens"))
+    most = min((int(size) for size in sizes if size is not None), default=2)
     made = []
     for tensor in leaves(inputs_of(require_keras(), model)):
         shape = (batch, *(size if n is None else n for n in tensor.shape[1:]))

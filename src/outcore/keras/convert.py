@@ -12,6 +12,7 @@ path, and so is every weight that would have been left behind.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -200,6 +201,8 @@ class _GraphWalk:
         path = f"{self.path}/{layer.name}"
         kwargs = {k: v for k, v in node.arguments.kwargs.items() if v is not None}
         training = kwargs.pop("training", None)
+        if training is True and _trains_by_default(layer):
+            training = None  # Keras notes the default, and does as the call of the model says
         arrays = [x for x in leaves((node.arguments.args, kwargs)) if _is_array(x)]
         images = [t for t in tensors if len(t.shape) > 2]
         first = any((id(t), True) in self.slots for t in images) and not arrays
@@ -288,6 +291,12 @@ def graph_of(keras: Any, model: Any, path: str) -> Any:
     return model
 
 
+def _trains_by_default(layer: Any) -> bool:
+    """Whether ``training`` is true unless it is given, as for layers over images."""
+    given = inspect.signature(type(layer).call).parameters.get("training")
+    return given is not None and given.default is True
+
+
 def _is_array(item: Any) -> bool:
     return hasattr(item, "shape") and hasattr(item, "dtype") and type(item).__name__ != "KerasTensor"
 
@@ -338,8 +347,8 @@ def _why_unknown(layer: Any, keras: Any) -> str:
 
 
 def _what_to_do(layer: Any) -> str:
-    if "preprocessing" in type(layer).__module__ and type(layer).__name__.startswith("Random"):
-        return "augment in the data set instead"
+    if "preprocessing" in type(layer).__module__:
+        return "apply it in the data set instead"
     name = type(layer).__name__
     return (
         f"pass to_torch(model, layers={{{name}: function}}) a function that makes a torch module of it, or write "

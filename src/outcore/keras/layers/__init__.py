@@ -8,6 +8,7 @@ from outcore.keras.layers import (
     normalization,
     operations,
     pooling,
+    preprocessing,
     recurrent,
     reshaping,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "normalization",
     "operations",
     "pooling",
+    "preprocessing",
     "recurrent",
     "reshaping",
 ]

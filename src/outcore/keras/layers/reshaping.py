@@ -1,4 +1,4 @@
-"""Flatten, reshape, pad, crop, repeat, resize and merge.
+"""Flatten, reshape, pad, crop, repeat and merge.
 
 `Flatten` and `Reshape` see values as Keras has them, channels last; so a dense layer after them needs no reordering of
 its weights.
@@ -142,29 +142,6 @@ def _up_sampling(layer: Any, site: Site) -> Part:
     if how not in ("nearest", "bilinear"):
         site.refuse(f"interpolation={how!r}", "nearest and bilinear are known")
     return Part(nn.Upsample(scale_factor=tuple(float(n) for n in size), mode=how), _first(layer))
-
-
-class Resize(nn.Module):
-    """An image at another size."""
-
-    def __init__(self, size: tuple[int, int], how: str) -> None:
-        super().__init__()
-        self.size, self.how = size, how
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Interpolate between the centres of pixels."""
-        if self.how == "nearest":
-            return F.interpolate(x, self.size, mode="nearest-exact")
-        return F.interpolate(x, self.size, mode=self.how, align_corners=False)
-
-
-@converts("layers.Resizing")
-def _resizing(layer: Any, site: Site) -> Part:
-    if layer.interpolation not in ("nearest", "bilinear") or layer.antialias:
-        site.refuse(f"interpolation={layer.interpolation!r}, antialias={layer.antialias}", "resize in the data set")
-    if layer.crop_to_aspect_ratio or getattr(layer, "pad_to_aspect_ratio", False) or site.rank != 4:
-        site.refuse("it keeps the aspect ratio or takes single images", "resize in the data set")
-    return Part(Resize((layer.height, layer.width), layer.interpolation), _first(layer))
 
 
 class Merge(nn.Module):

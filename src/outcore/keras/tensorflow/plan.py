@@ -36,6 +36,8 @@ _LAST = 2
 """Of the tries, those that recompute all they can, where nothing else has fitted."""
 _MARGIN = 0.97
 """Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
+_AGAIN = 1.04
+"""What a trial may take, over what the one before took."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Choice:
 
     @property
     def budget_bytes(self) -> int:
-        """The smallest budget that allows it."""
-        return math.ceil(self.peak_bytes / _MARGIN) + 1
+        """A budget that allows it, if it is tried again."""
+        return math.ceil(_AGAIN * self.peak_bytes / _MARGIN)
 
 
 class _Estimate:

@@ -115,6 +115,7 @@ def within(
         if share is not None:
             budget, share = int(share * plain), None
         chosen, smallest = choose(calls, facts, whole, budget, sum(standing), trial.peak, trial.run)
+        trial.forget()
         least = min(least or smallest.budget_bytes, smallest.budget_bytes)
         if chosen is not None:
             plan = _plan(calls, chosen, tried, sum(variables), plain, budget)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import math
 from collections.abc import Sequence
@@ -29,8 +30,9 @@ from outcore.keras.twin import substitute
 
 __all__ = ["FitTrial"]
 
-_STEPS, _EPOCHS = 3, 2
-"""How many steps a trial takes: threads run operations in another order every time."""
+_STEPS, _EPOCHS = 2, 3
+"""How many steps a trial takes: threads run operations in another order every time, and free memory lies elsewhere."""
+_SMALLEST_CHUNK = 256 * 1024
 
 
 class FitTrial:
@@ -71,6 +73,9 @@ class FitTrial:
         self.measures = True
         """Whether the metrics of the model take such targets."""
         self._last: tuple[tuple[Segment, ...], Any] = (), None
+        self._spread: dict[tuple[Segment, ...], int] = {}
+        """How much of a predicted peak is due to what the process did before."""
+        self._peaks: dict[tuple[Segment, ...], int] = {}
 
     @property
     def target_bytes(self) -> list[int]:
@@ -89,7 +94,9 @@ class FitTrial:
                 raise
             self.measures, self._last = False, ((), None)  # metrics of one's own may ask for other targets
             function = self._traced(self.fitted(segments), inputs, targets)
-        return graph_memory(optimized(function), self.standing).peak_bytes
+        found = graph_memory(optimized(function), self.standing)
+        self._spread[segments], self._peaks[segments] = found.spread_bytes, found.peak_bytes
+        return found.peak_bytes
 
     def _traced(self, fitted: Any, inputs: list[Any], targets: Any) -> Any:
         """The step of ``fit`` over a micro-batch, as a traced function."""
@@ -108,6 +115,8 @@ class FitTrial:
     def run(self, segments: tuple[Segment, ...]) -> int | None:
         """What some steps of ``fit`` take, with what stands throughout; none where it is not counted.
 
+        What a step takes depends on where free memory lies (`graph_memory`), so it is run with some of it taken away,
+        too; the largest peak counts, or the first with the spread that the graph has.
         Twice the prediction where the device has no room for it. Not in float64, whose convolutions on a CPU unfold
         all images of a batch at once: there it is a prediction.
         """
@@ -120,19 +129,36 @@ class FitTrial:
         x = self._structured([tf.zeros(spec.shape, spec.dtype) for spec in self.specs])
         y = self.keras.tree.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self.targets)
         data = tf.data.Dataset.from_tensors((x, y)).repeat(_STEPS)
+        peaks: list[int] = []
         try:
-            standing = tf.config.experimental.get_memory_info(device)["current"]
-            tf.config.experimental.reset_memory_stats(device)
-            fitted.fit(data, epochs=_EPOCHS, shuffle=False, verbose=0)
-            seen = tf.config.experimental.get_memory_info(device)["peak"]
-            return int(seen) - int(standing) + sum(self.standing)
+            for number in range(_EPOCHS):
+                scattered = self._scattered(segments, number) if number else []
+                tf.config.experimental.reset_memory_stats(device)
+                standing = tf.config.experimental.get_memory_info(device)["current"]
+                fitted.fit(data, shuffle=False, verbose=0)
+                peaks.append(int(tf.config.experimental.get_memory_info(device)["peak"]) - int(standing))
+                del scattered
         except tf.errors.ResourceExhaustedError:
-            return 2 * self.peak(segments)
+            if not peaks:
+                return 2 * self.peak(segments)
         except ValueError:  # TensorFlow does not count on this device
             return None
         finally:
             for variable, value in before:
                 variable.assign(value)
+        return max(*peaks, peaks[0] + self._spread.get(segments, 0)) + sum(self.standing)
+
+    def _scattered(self, segments: tuple[Segment, ...], number: int) -> list[Any]:
+        """A few small tensors somewhere in free memory, so that a step finds it otherwise than the last."""
+        draw = np.random.default_rng(number)
+        largest = max(2 * _SMALLEST_CHUNK, self._peaks.get(segments, 0) // 24)
+        taken = [self.tf.zeros((int(n),), self.tf.uint8) for n in draw.integers(_SMALLEST_CHUNK, largest, 12)]
+        return [tensor for tensor in taken if draw.random() < 0.5]
+
+    def forget(self) -> None:
+        """Let go of the models that were tried, and of their batches: they refer to themselves, and would stay."""
+        self._last = (), None
+        gc.collect()
 
     def fitted(self, segments: tuple[Segment, ...]) -> Any:
         """A compiled model with the layers and the name of the planned one, that runs by segments; the last is kept."""
