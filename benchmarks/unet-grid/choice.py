@@ -324,6 +324,11 @@ def main() -> None:
     print(text)
 
 
+def _steps(found: dict[str, Any]) -> dict[str, Any]:
+    """What a plan does, without what is said of it."""
+    return {name: value for name, value in found["plan"].items() if name not in ("why", "predicted")}
+
+
 def _table(rows: list[dict[str, Any]]) -> str:
     right = 0
     lines = [
@@ -339,8 +344,10 @@ def _table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"{begin} {row['chosen']} | {row['error']} | | | |")
             continue
         chosen = row["plans"]["chosen"]
-        name, best = min(row["plans"].items(), key=lambda item: item[1]["measured_s"])
-        row["right"] = chosen["measured_s"] <= NOISE * best["measured_s"]
+        others = {name: found for name, found in row["plans"].items() if name != "chosen"}
+        name, best = min(others.items(), key=lambda item: item[1]["measured_s"])
+        twins = [found["measured_s"] for found in row["plans"].values() if _steps(found) == _steps(chosen)]
+        row["right"] = min(twins) <= NOISE * best["measured_s"]  # the same plan is timed twice
         right += row["right"]
         lines.append(
             f"{begin} {row['chosen']} | {chosen['measured_s'] * 1e3:.1f} ms | {name} | "

@@ -96,9 +96,11 @@ SIZES = {1 << 10: 100, 1 << 16: 20, 1 << 20: 16, 1 << 22: 10, 1 << 24: 6}
 def measure_link(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
     """On every rank of a grid that trains nothing: what an exchange between two of them takes, by its bytes.
 
-    Both send and both receive, as neighbours do. Of the seconds that it takes, those in which a process computes are
-    the host's, for one message sent and one received; the rest of a small exchange is latency. A line through the
-    medians of all sizes, each weighed by what it took, gives the rate.
+    Both send and both receive, as neighbours do; on a CPU after some milliseconds of computing, as between the layers
+    of a network: ranks do not come to an exchange at the same moment, and nothing that it needs is in a cache. Of the
+    seconds that it takes, those in which a process computes are the host's, for one message sent and one received; the
+    rest of a small exchange is latency. A line through the medians of all sizes, each weighed by what it took, gives
+    the rate.
     """
     chosen, found = job(name, cuda, scale), dict[int, tuple[float, float]]()
     if not cuda:
@@ -118,6 +120,8 @@ def measure_link(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> d
             used = 0.0
             for _ in range(times if messages.rank < 2 else 0):
                 number += 1
+                if not cuda:
+                    F.conv2d(torch.zeros(2, 3, 64, 64), torch.zeros(64, 3, 7, 7))
                 began, computed = time.perf_counter(), time.process_time()
                 coming = messages.receive((len(row),), row.dtype, engine.device, other, number)
                 messages.send(row, other, number)
