@@ -2,8 +2,10 @@
 
     python benchmarks/keras-fit/measure.py --out results [--backend torch] [--jobs 8] [--seconds 400] [model ...]
     python benchmarks/keras-fit/measure.py --table results/rows.jsonl
+    python benchmarks/keras-fit/measure.py --readme
 
-Each model runs in a process of its own (`tests.keras.fitted_memory`, `tests.keras.measured_memory`), several at a time.
+The last writes the tables of the README anew, each from the dated file that is named in front of it. Each model runs in
+a process of its own (`tests.keras.fitted_memory`, `tests.keras.measured_memory`), several at a time.
 Rows are appended to ``rows.jsonl`` as they come, and ``table.md`` is made from them.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -45,21 +48,60 @@ def rows_of(model: str, backend: str, until: float) -> list[dict[str, Any]]:
     return [{"backend": backend, **row} for row in found]
 
 
+COLUMNS = {"budget": "budget", "predicted": "predicted", "measured": "measured"}
+MORE = {"living": "tensors alone", "reserved": "reserved"}
+"""Columns of rows that have them."""
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a table; what was refused or failed below it."""
-    lines = ["| model | budget | budget MiB | predicted MiB | measured MiB | reserved MiB | kept |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = COLUMNS | {kind: name for kind, name in MORE.items() if any(f"{kind}_bytes" in row for row in rows)}
+    lines = [f"| model | budget | {' | '.join(f'{name} MiB' for name in columns.values())} | kept |"]
+    lines.append("| --- " * (len(columns) + 3) + "|")
     said = []
     for row in rows:
         if "measured_bytes" not in row:
             said.append(f"- {row['model']} {row.get('budget', '')}: {row.get('refused') or row.get('failed')}")
             continue
-        sizes = [row.get(f"{name}_bytes") for name in ("budget", "predicted", "measured", "reserved")]
+        sizes = [row.get(f"{kind}_bytes") for kind in columns]
         shown = [f"{size / 2**20:.3f}" if size else "" for size in sizes]
-        most = row.get("reserved_bytes", row["measured_bytes"])
-        kept = "" if not sizes[0] else "yes" if most <= sizes[0] else f"no, {most / sizes[0] - 1:.1%} above"
-        lines.append(f"| {row['model']} | {row['budget'] or 'none'} | {' | '.join(shown)} | {kept} |")
-    return "\n".join([*lines, "", *said, ""])
+        lines.append(f"| {row['model']} | {row['budget'] or 'none'} | {' | '.join(shown)} | {_kept(row)} |")
+    return "\n".join([*lines, "", summary(rows), "", *said, ""])
+
+
+def _kept(row: dict[str, Any]) -> str:
+    """Whether what was measured is within the budget."""
+    budget, most = row.get("budget_bytes"), row.get("reserved_bytes", row["measured_bytes"])
+    if not budget:
+        return ""
+    above = "" if most <= budget else f"no, {most / budget - 1:.1%} above"
+    if above and row.get("living_bytes", budget + 1) <= budget:
+        return f"tensors alone; {most / budget - 1:.1%} above with chunks"
+    return above or "yes"
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How many budgets were accepted, kept and refused."""
+    under = [row for row in rows if row.get("budget_bytes") and "measured_bytes" in row]
+    kept = sum(1 for row in under if _kept(row) == "yes")
+    alone = [row for row in under if "living_bytes" in row]
+    refused = sum(1 for row in rows if "refused" in row)
+    text = f"{len(under)} budgets were accepted, {kept} kept; {refused} refused."
+    if alone:
+        living = sum(1 for row in alone if row["living_bytes"] <= row["budget_bytes"])
+        text += f" By the bytes of tensors alone, {living} of {len(alone)} were kept."
+    return text
+
+
+def write_readme() -> None:
+    """Every table of the README from its file: what stands between its two comments."""
+    path = Path(__file__).with_name("README.md")
+
+    def made(found: re.Match[str]) -> str:
+        lines = (path.parent / "results" / found[1]).read_text().splitlines()
+        return f"<!-- {found[1]} -->\n\n{table([json.loads(line) for line in lines]).strip()}\n\n<!-- end -->"
+
+    path.write_text(re.sub(r"<!-- (\S+\.jsonl) -->.*?<!-- end -->", made, path.read_text(), flags=re.DOTALL))
 
 
 def main() -> None:
@@ -68,9 +110,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--backend", choices=PROGRAMS, default="torch")
     parser.add_argument("--table", type=Path, help="print the table of rows that are there, and measure nothing")
+    parser.add_argument("--readme", action="store_true", help="write the tables of the README anew")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600)
     chosen = parser.parse_args()
+    if chosen.readme:
+        write_readme()
+        return
     if chosen.table is not None:
         print(table([json.loads(line) for line in chosen.table.read_text().splitlines()]))
         return
