@@ -111,6 +111,11 @@ class Residual(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
+def test_a_chain_of_one_link_is_too_short_for_a_scan() -> None:
+    found = analyse(outcore.capture(nn.Sequential(nn.Linear(4, 4)), torch.zeros(1, 4)))
+    assert not found.pays and found.verdict == "a scan does not pay: 1 links are too few"
+
+
 def test_a_branch_that_meets_again_is_one_link() -> None:
     found = analyse(outcore.capture(Residual().eval(), torch.zeros(1, 3, 16, 16)))
     names = [link.type for link in found.links]
