@@ -224,7 +224,7 @@ def _manage(
             refused = error
     lazy = substitute((args, kwargs), torch.Tensor, lambda t: _lazy(t) if t.dim() > 2 else t)
     try:
-        within(model, *lazy, plan=plan, **options)
+        within(model, *lazy, plan=plan, stream=True, **options)
     except (PlanError, StreamError) as error:
         if refused is None:
             raise

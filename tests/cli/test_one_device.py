@@ -88,6 +88,16 @@ def test_a_plan_that_does_nothing_is_said_to_compare_little(tmp_path: Path) -> N
     assert "takes as much as plain training" in words and "give a budget: --memory 70%" in words
 
 
+def test_a_refusal_of_a_network_without_images_is_one_sentence(tmp_path: Path) -> None:
+    layers = "torch.nn.Sequential(*(m for _ in range(6) for m in (torch.nn.Linear(32, 32), torch.nn.Tanh())))"
+    batch = "    return torch.rand(size, 32), None"
+    (tmp_path / "job.py").write_text(f"import torch\ndef model():\n    return {layers}\ndef batch(size):\n{batch}\n")
+    for command in ("plan", "verify"):
+        refused = outcore_command(command, "job.py", "-b", "64", "--memory", "20KiB", folder=tmp_path)
+        assert refused.returncode == 1 and refused.stderr.count("cannot be done within") == 1, refused.stderr
+        assert "tiles do not help: no input is an image" in refused.stderr and refused.stderr.count("; give ") == 1
+
+
 LONG = """
 import collections, torch
 

@@ -302,6 +302,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -
     with mock.patch("outcore.train.application.write_ending", side_effect=full):
         code, said = run(write_job(tmp_path), tmp_path / "run")
     assert code == 0 and "the report could not be written: No space left on device" in said
+    assert "\nreport: " not in said  # what is not there is not named
 
 
 def test_half_precision_and_values_to_regress(tmp_path: Path) -> None:

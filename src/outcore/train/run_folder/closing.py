@@ -123,7 +123,8 @@ def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Conso
     if where.best is not None and where.best_epoch is not None:
         best = f"; best {loop.config.watch} {where.best:.4g} in epoch {where.best_epoch + 1}"
     console.print(f"{ending.how} after {counted(where.step, 'step')}{best}", highlight=False)
-    console.print(f"report: {loop.folder.report}", highlight=False, markup=False, soft_wrap=True)
+    if loop.folder.report.exists():  # a full disk has none
+        console.print(f"report: {loop.folder.report}", highlight=False, markup=False, soft_wrap=True)
     if ending.how == "interrupted":
         console.print("run the same command again to go on", highlight=False)
 
