@@ -7,9 +7,15 @@ import importlib.util
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.foreign.sample import drawn
+
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
+"""Tests of more than a second of a core: each is a quick one with one commit in three, all are with OUTCORE_LONG=all."""
 
 # torch asks the name server about every address it connects to; one lost question is five seconds otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -38,8 +44,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a GPU says so where there is none."""
+    """What needs a GPU says so where there is none; of the tests that take seconds a third are quick ones."""
+    if os.environ.get("OUTCORE_LONG") != "all":
+        long = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+        for item in items:
+            if item.nodeid in long and not drawn(item.nodeid, 3):
+                item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

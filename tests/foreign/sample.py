@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["commit", "one_in", "quarter", "rotating", "sometimes"]
+__all__ = ["commit", "drawn", "one_in", "quarter", "rotating", "sometimes"]
 
 T = TypeVar("T")
 
@@ -56,7 +56,11 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
     ]
 
 
+def drawn(name: str, count: int) -> bool:
+    """Whether one of so many commits is this one, for a test of that name."""
+    return random.Random(commit() + name).randrange(count) == 0
+
+
 def sometimes(test: Callable[..., None]) -> Callable[..., None]:
     """A test that starts many processes or takes many seconds: quick with one commit in three, slow with the others."""
-    drawn = random.Random(commit() + test.__qualname__).randrange(3) == 0
-    return test if drawn else pytest.mark.slow(test)
+    return test if drawn(test.__qualname__, 3) else pytest.mark.slow(test)

@@ -132,6 +132,7 @@ def main() -> None:
     given.records.mkdir(parents=True, exist_ok=True)
     if given.processes > 1:
         started(given.processes, given.minutes, given.out, sys.argv[1:])
+    os.environ.setdefault("OUTCORE_LONG", "all")
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; tests of kernels set it again
     for name in IMPORTED:
         __import__(name)

@@ -20,13 +20,12 @@ _LEAST_S = 5e-7
 """Less is not worth a figure."""
 
 
-def explain(plan: MemoryPlan, depth: int = 1) -> str:
-    """What was chosen and what it costs, by block down to a depth."""
+def explain(plan: MemoryPlan, depth: int = 1, *, timed: bool = True) -> str:
+    """What was chosen and what it costs, by block down to a depth; without times where those of calls are not known."""
     ratio = plan.peak_bytes / max(1, plan.plain_bytes)
-    lines = [
-        f"peak {format_bytes(plan.peak_bytes)} ({ratio:.2f} of plain {format_bytes(plan.plain_bytes)}), "
-        f"step {plan.slowdown:.3f}x of plain (predicted)"
-    ]
+    step = f", step {plan.slowdown:.3f}x of plain" if timed else ""
+    peak = f"peak {format_bytes(plan.peak_bytes)} ({ratio:.2f} of plain {format_bytes(plan.plain_bytes)})"
+    lines = [f"{peak}{step} (predicted)"]
     if plan.order.why:
         lines.append(f"  memory order: {plan.order}")
     if plan.chunked is not None:
@@ -35,14 +34,15 @@ def explain(plan: MemoryPlan, depth: int = 1) -> str:
         return "\n".join(lines)
     lines.append(f"  the peak is in {place(plan.keeping, int(plan.outcome.curve.argmax()))}")
     if (moved := plan.outcome.transfers) is not None:
-        waited = f"; the device waits {format_time(moved.stall_s)} for it" if moved.stall_s > _LEAST_S else ""
+        waits = timed and moved.stall_s > _LEAST_S
+        waited = f"; the device waits {format_time(moved.stall_s)} for it" if waits else ""
         disk = f", {format_bytes(moved.further_bytes)} of it by way of the disk" if moved.further_bytes else ""
         lines.append(f"  {format_bytes(moved.bytes)} leave the device and return in each step{disk}{waited}")
     if not plan.state.idle:
-        lines.append(f"  {plan.state} (+{format_time(plan.state_s)})")
+        lines.append(f"  {plan.state} (+{format_time(plan.state_s)})" if timed else f"  {plan.state}")
     if plan.policy:
         lines.append("  instead of being kept for backward:")
-        lines += [f"  {line}" for line in _table(_rows(plan, depth))]
+        lines += [f"  {line}" for line in _table(_rows(plan, depth), timed=timed)]
     return "\n".join(lines)
 
 
@@ -66,17 +66,18 @@ def _rows(plan: MemoryPlan, depth: int) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _table(rows: dict[str, dict[str, float]]) -> list[str]:
+def _table(rows: dict[str, dict[str, float]], *, timed: bool) -> list[str]:
     """Aligned columns, those that are empty left out, with a sum."""
     kinds = [kind for kind in _COLUMNS if any(row.get(kind) for row in rows.values())]
     total = {kind: sum(row.get(kind, 0) for row in rows.values()) for kind in (*kinds, "seconds")}
     if len(rows) > 1:
         rows = {**rows, "in all": total}
-    cells = [["", *(_COLUMNS[kind] for kind in kinds), "takes" if total["seconds"] > _LEAST_S else ""]]
+    least_s = _LEAST_S if timed else float("inf")
+    cells = [["", *(_COLUMNS[kind] for kind in kinds), "takes" if total["seconds"] > least_s else ""]]
     for block, row in rows.items():
         sizes = [format_bytes(int(row[kind])) if row.get(kind) else "" for kind in kinds]
         seconds = row.get("seconds", 0.0)
-        cells.append([block, *sizes, f"+{format_time(seconds)}" if seconds > _LEAST_S else ""])
+        cells.append([block, *sizes, f"+{format_time(seconds)}" if seconds > least_s else ""])
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [_line(row, widths) for row in cells]
 

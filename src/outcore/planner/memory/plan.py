@@ -155,9 +155,9 @@ class MemoryPlan:
             why=tuple(self.explain().splitlines()),
         )
 
-    def explain(self, depth: int = 1) -> str:
+    def explain(self, depth: int = 1, *, timed: bool = True) -> str:
         """What was chosen and what it costs, by block."""
-        return explain(self, depth)
+        return explain(self, depth, timed=timed)
 
 
 def plan_memory(

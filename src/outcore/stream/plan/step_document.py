@@ -122,10 +122,10 @@ class StreamedStep:
             why=tuple(self.explain().splitlines()),
         )
 
-    def explain(self, depth: int = 1) -> str:
-        """What was chosen and what it costs."""
+    def explain(self, depth: int = 1, *, timed: bool = True) -> str:
+        """What was chosen and what it costs; without times where those of calls are not known."""
         plan, taken = self.plan, self.plan.bytes
-        times = f", step {self.slowdown:.2f}x of plain" if self.plain_s else ""
+        times = f", step {self.slowdown:.2f}x of plain" if self.plain_s and timed else ""
         lines = [
             f"peak {format_bytes(self.peak_bytes)} ({self.peak_bytes / max(1, self.plain_bytes):.2g} of plain "
             f"{format_bytes(self.plain_bytes)}){times} (predicted)",
