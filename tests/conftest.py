@@ -15,7 +15,7 @@ import torch
 from tests.foreign.sample import drawn
 
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
-"""Tests of more than a second of a core: each is a quick one with one commit in three, all are with OUTCORE_LONG=all."""
+"""Tests of more than a second of a core: each is a quick one with one commit in three, all with OUTCORE_LONG=all."""
 
 # torch asks the name server about every address it connects to; one lost question is five seconds otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
