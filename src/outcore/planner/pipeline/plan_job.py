@@ -82,12 +82,10 @@ def weights_on(
 ) -> CallWeights:
     """The weights of a network's calls on a machine, with the memory below its devices; estimated if not given."""
     costs = costs if costs is not None else estimate(graph, machine)
-    device = machine.devices[0]
     weights = replace(
         CallWeights.of(graph, costs),
         tier=tier_of(machine),
-        overhead_s=device.dispatch_s + costs.between_s if device.kind == "cpu" else 0.0,
-        parameter_bytes_per_s=device.bandwidth_bytes_per_s,
+        parameter_bytes_per_s=machine.devices[0].bandwidth_bytes_per_s,
     )
     return weights if beside is None else beside.added(weights, graph)
 
