@@ -91,7 +91,10 @@ class PipelinePlans:
 def _weights(recording: Recording) -> CallWeights:
     """Those of a recorded training network, with its update."""
     graph, timing = recording.profile.graph, recording.optimizer
-    weights = CallWeights.of(graph, recording.profile.costs)
+    weights = replace(
+        CallWeights.of(graph, recording.profile.costs),
+        parameter_bytes_per_s=recording.device.bandwidth_bytes_per_s,
+    )
     if timing is None:
         return weights
     state = OptimizerCost.of(recording.setup.job.optimizer or 2.0, recording.device.kind).state_per_parameter
