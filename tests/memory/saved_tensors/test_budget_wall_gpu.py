@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ def settled() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def _where(error: BaseException) -> list[str]:
+    """The last places that an error came through."""
+    return [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][-12:]
+
+
 def under_a_wall(seed: int) -> dict[str, Any]:
     """What became of a network at a budget between the smallest that is named and what plain training reserves."""
     total = torch.cuda.get_device_properties(0).total_memory
@@ -104,6 +110,8 @@ def under_a_wall(seed: int) -> dict[str, Any]:
             row["losses"] = max(abs(a - b) / (abs(a) + 1e-9) for a, b in zip(want, got, strict=True))
         except torch.OutOfMemoryError as error:
             row["out_of_memory"] = str(error)[:160]
+            row["where"] = _where(error)
+            row["allocated"] = torch.cuda.memory_allocated()
         after = torch.cuda.memory_stats()
         row["retries"], row["ooms"] = (after[n] - before[n] for n in ("num_alloc_retries", "num_ooms"))
         row["reserved"] = torch.cuda.max_memory_reserved()
@@ -123,18 +131,19 @@ def test_what_is_accepted_trains_under_a_hard_limit(seed: int) -> None:
     assert row["losses"] < 0.05
 
 
-def main(first: int, count: int, path: Path) -> None:
+def main(numbers: str, path: Path) -> None:
     """Try networks and write a line for each."""
     warnings.simplefilter("ignore")
-    for seed in range(first, first + count):
+    ranges = [[*map(int, part.split("-"))] for part in numbers.split(",")]
+    for seed in [seed for part in ranges for seed in range(part[0], part[-1] + 1)]:
         try:
             row = under_a_wall(seed)
         except Exception as error:
-            row = {"seed": seed, "error": f"{type(error).__name__}: {error}"[:400]}
+            row = {"seed": seed, "error": f"{type(error).__name__}: {error}"[:400], "where": _where(error)}
         with path.open("a") as file:
             print(json.dumps(row), file=file)
         gc.collect()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3] if len(sys.argv) > 3 else "wall.jsonl"))
+    main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else "wall.jsonl"))

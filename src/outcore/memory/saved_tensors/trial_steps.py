@@ -125,8 +125,8 @@ def run_trial_steps(
                 if found[rung].taken_bytes <= room:
                     break
     rung, best = min(found.items(), key=lambda item: item[1].taken_bytes)
-    trial.rung = rung
-    trial.choose(best.free_bytes)
+    trial.rung = rung if best.taken_bytes <= room else first
+    trial.choose(found[trial.rung].free_bytes)
     if best.taken_bytes <= room:
         if room == budget:
             remember_overhead(costs, asked, best.free_bytes, rung, limited=trial.limited)
@@ -139,9 +139,10 @@ def run_trial_steps(
         return
     if limit is not None and best.taken_bytes + others > limit:
         raise _no_room(budget, best.taken_bytes, others)
+    taken = found[first].taken_bytes
     warnings.warn(
-        f"outcore: a step reserves {format_bytes(best.taken_bytes)}, more than {format_bytes(budget)}, with what the "
-        f'allocator leaves unused between tensors; memory="{-(-best.taken_bytes // 2**20)}MiB" would hold',
+        f"outcore: a step reserves {format_bytes(taken)}, more than {format_bytes(budget)}, with what the "
+        f'allocator leaves unused between tensors; memory="{-(-taken // 2**20)}MiB" would hold',
         stacklevel=3,
     )
 
