@@ -291,6 +291,7 @@ def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -
         managed_forward.placement = StatePlacement(weakref.ref(in_parts(optimizer)), tuple(calls_of(graph)), where)
         managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
         managed_forward.placement.start(managed_forward)
+        managed_forward.give_back()  # what has left, so that training begins with what was tried
 
 
 def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:

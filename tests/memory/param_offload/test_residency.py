@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.memory.param_offload.buckets import Bucket
+from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.param_offload.residency import ParamResidency, _Answers
 from outcore.planner.memory.state_policy import StatePolicy
 
@@ -48,6 +50,25 @@ def test_parameters_say_where_the_model_computes(
     outcore.release(model)
     model(batch)
     assert model.found == ["meta", "cpu"]
+
+
+def test_what_is_called_to_fetch_parameters_is_not_taken_for_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are matched with the calls of a forward by their names and order, and fetching slices tensors too."""
+    model, batch = nn.Sequential(*(nn.MultiheadAttention(32, 2) for _ in range(2))), torch.randn(8, 2, 32)
+    hidden: list[bool] = []
+    fetch = StateOffloader.fetch
+
+    def fetched(offloader: StateOffloader, *buckets: Bucket, backward: bool = False) -> None:
+        hidden.append(torch._C._is_torch_function_all_disabled() or backward)
+        fetch(offloader, *buckets, backward=backward)
+
+    model.forward = lambda x: model[1](*[model[0](x, x, x)[0]] * 3)[0]  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monkeypatch.setattr(StateOffloader, "fetch", fetched)
+    outcore.within(model, (batch,), memory=2**40, optimizer=optimizer, state=WINDOW, measure_s=0.05, quiet=True)
+    model(batch).sum().backward()
+    optimizer.step()
+    assert len(hidden) > 4 and all(hidden)
 
 
 def test_nothing_is_answered_where_all_parameters_are_there() -> None:

@@ -109,7 +109,7 @@ def under_a_wall(seed: int) -> dict[str, Any]:
             got = steps(case, optimizer)
             row["losses"] = max(abs(a - b) / (abs(a) + 1e-9) for a, b in zip(want, got, strict=True))
         except torch.OutOfMemoryError as error:
-            row["out_of_memory"] = str(error)[:160]
+            row["out_of_memory"] = str(error)[:600]
             row["where"] = _where(error)
             row["allocated"] = torch.cuda.memory_allocated()
         after = torch.cuda.memory_stats()
@@ -140,6 +140,7 @@ def main(numbers: str, path: Path) -> None:
             row = under_a_wall(seed)
         except Exception as error:
             row = {"seed": seed, "error": f"{type(error).__name__}: {error}"[:400], "where": _where(error)}
+            row["traceback"] = traceback.format_exc()[-5000:]
         with path.open("a") as file:
             print(json.dumps(row), file=file)
         gc.collect()

@@ -69,7 +69,8 @@ _STEPS = ("start", "let go", "start", "let go", "hold", "give back", "hold")
 """Output and loss are let go of at the end of a step, or held until the next ones are there. All unused memory is given
 back before a "give back"; before a "start", the optimizer's state too."""
 _GRANULE = 20 * 2**20
-"""Segments grow by this: what is left free beside, at most a hundredth of the budget, for steps that were not tried."""
+"""Segments grow by this: what is left free beside for steps that were not tried, at most a hundredth of the budget; all
+of it where the process has a limit and state moves, which copies of other lengths put elsewhere."""
 _MOVING = 0.15
 """Share of the budget that is left free where no steps can be tried; with half of it, VGG-16 had to look for room."""
 _SECONDS = 8.0
@@ -313,7 +314,7 @@ class _Trial:
                     take_steps(managed_forward, *call, update=None if keeper is None else keeper.step)
                 torch.cuda.synchronize(device)
                 taken: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
-            taken += min(_GRANULE, int(_STEP * budget) // 5)
+            taken += _GRANULE if self.limited and keeper is not None else min(_GRANULE, int(_STEP * budget) // 5)
             return taken if trouble_of(device) == trouble else max(taken, int((1 + _STEP) * budget))
         except torch.OutOfMemoryError:
             return int((1 + _STEP) * budget)
