@@ -84,3 +84,13 @@ def test_limits_are_larger_than_what_is_reserved() -> None:
 def test_what_was_reserved_before_counts() -> None:
     history = run(3, None).history
     assert limit_for(history, 7 * MIB) == limit_for(history, 0) + 7 * MIB
+
+
+def test_memory_that_was_given_back_makes_room_for_later_requests() -> None:
+    def noted(*entries: tuple[str, int]) -> list[dict[str, Any]]:
+        return [{"action": action, "size": size * MIB} for action, size in entries]
+
+    first = [("segment_map", 40), ("alloc", 40)]
+    again = [("segment_unmap", 40), ("segment_map", 30), ("alloc", 30)]
+    assert limit_for(noted(*first, *again), 0) == 40 * MIB
+    assert limit_for(noted(*first, *again[1:]), 0) == 70 * MIB
