@@ -92,11 +92,11 @@ def _left_behind(before: set[str], earlier: set[threading.Thread]) -> list[str]:
 
 
 def _open_files() -> set[str]:
-    """Sockets and shared memory of this process."""
+    """Sockets, pipes and shared memory of this process."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            if (what := str(path.readlink())).startswith(("socket:", "/memfd:", "/dev/shm")):
+            if (what := str(path.readlink())).startswith(("socket:", "pipe:", "/memfd:", "/dev/shm")):
                 found.add(what)
     return found
 
