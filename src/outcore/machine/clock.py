@@ -28,7 +28,7 @@ __all__ = ["TimedRuns", "clock_for", "tf32", "time_calls"]
 
 _SPIN_CYCLES_PER_S = 2.0e9
 _BLOCKED = 2.0
-"""Times as long as on an idle device: then a call was not only issued, but waited for room in the device's queue."""
+"""So many times as long as the shortest: then a call was not only issued, but waited for room in the device's queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,6 @@ def _time_cuda(
 def _issue_s(issued: Sequence[float], alone_s: float) -> float:
     """Seconds of a host for a call, of runs that were issued one after the other and of one on a device with nothing
     to do. The queue of a device is finite, and short where processes share it (MPS): once it is full the host waits for
-    the device, and the runs say what that takes."""
-    middle = statistics.median(issued)
-    return alone_s if middle > _BLOCKED * alone_s else middle
+    the device, and the runs say what that takes; those that still found room say what the call takes."""
+    middle, least = statistics.median(issued), min(alone_s, *issued)
+    return least if middle > _BLOCKED * least else middle
