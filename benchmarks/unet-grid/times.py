@@ -288,6 +288,10 @@ def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: flo
         "measured_s": measured,
         "ratio": timeline.step_s / measured,
         "calls_s": [costs.total().forward_s, costs.total().backward_s],
+        "host_calls_s": [
+            [round(w.host_forward_s, 6), round(w.host_backward_s, 6), round(w.forward_s, 6), round(w.backward_s, 6)]
+            for w in weights.calls.values()
+        ],
         "predicted_busy_s": [_busy(e for e in timeline.events if e.rank == rank) for rank in range(ranks)],
         "ranks": found,
     }

@@ -17,6 +17,9 @@ from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
+_LONGEST_LAUNCH = 10.0
+"""Times what the host takes to launch a sum, for each operation of a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallWeight:
@@ -110,8 +113,8 @@ class CallWeights:
                 max(row.workspace_forward_bytes, row.workspace_backward_bytes),
                 trained,
                 fixed,
-                _host_s(row.forward, costs.between_s),
-                _host_s(back, costs.between_s),
+                _host_s(row.forward, costs, row.issue_forward),
+                _host_s(back, costs, row.issue_backward),
                 _fixed_s(row.forward, row.fixed_forward_s, costs.between_s),
                 _fixed_s(back, row.fixed_backward_s, costs.between_s),
             )
@@ -131,9 +134,17 @@ def fixed_tensors(graph: Graph, trained: Mapping[str, int]) -> dict[str, int]:
     return {name: tensor.numel() * tensor.element_size() for name, tensor in every if name in used}
 
 
-def _host_s(timing: TimedRuns | None, between_s: float) -> float:
-    """What the host takes to launch a call; nothing on a CPU, where launching is part of running."""
-    return timing.dispatch_s + between_s if timing is not None and timing.dispatch_s else 0.0
+def _host_s(timing: TimedRuns | None, costs: Costs, operations: float) -> float:
+    """What the host takes to launch a call; nothing on a CPU, where launching is part of running.
+
+    A host that takes many times what it takes to launch as many operations, and much of the device's time, waits for
+    the device (for memory to be freed, say). That is no time of its own: it shrinks with the call.
+    """
+    if timing is None or not timing.dispatch_s:
+        return 0.0
+    most_s = _LONGEST_LAUNCH * max(1.0, operations) * costs.sum_dispatch_s
+    waits = 0 < most_s < timing.dispatch_s and timing.dispatch_s > timing.median_s / 4
+    return (most_s if waits else timing.dispatch_s) + costs.between_s
 
 
 def _device_s(timing: TimedRuns | None, between_s: float) -> float:
