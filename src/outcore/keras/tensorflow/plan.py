@@ -36,7 +36,7 @@ _LAST = 2
 """Of the tries, those that recompute all they can, where nothing else has fitted."""
 _MARGIN = 0.97
 """Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
-_AGAIN = 1.04
+_AGAIN = 1.1
 """What a trial may take, over what the one before took."""
 
 
