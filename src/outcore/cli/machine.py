@@ -91,6 +91,7 @@ def show_calibration(calibration: Calibration, console: Console) -> None:
     """How well each kind of operation is predicted, and which kinds were measured too little to be."""
     from rich.table import Table
 
+    from outcore.cost.predicted.calibration import LEAST
     from outcore.cost.predicted.operation import KINDS
 
     table = Table("kind", "samples", "fit", "median error", "nine in ten", box=None, pad_edge=False)
@@ -101,9 +102,10 @@ def show_calibration(calibration: Calibration, console: Console) -> None:
     if calibration.models:
         console.print(f"errors of predicted times, {calibration.dtype}", highlight=False)
         console.print(table)
-    names = (f"{kind}/{direction}" for kind in KINDS for direction in ("forward", "backward"))
-    if few := [name for name in names if name not in calibration.models and name != "copy/backward"]:
-        said = f"too few samples of {', '.join(few)}: these stay predicted by their FLOPs and bytes"
+    names = [f"{kind}/{direction}" for kind in KINDS for direction in ("forward", "backward")]
+    known = {name for name, model in calibration.models.items() if model.samples >= LEAST}
+    if few := [name for name in names if name not in known and name != "copy/backward"]:
+        said = f"few samples of {', '.join(few)}: these are predicted mostly by their FLOPs and bytes"
         console.print(f"{said}; the same command again goes on measuring", highlight=False)
 
 

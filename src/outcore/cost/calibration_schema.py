@@ -98,7 +98,8 @@ def calibration_schema() -> Record:
             "errors": _ERRORS,
             "spread": ListOf(Number(), 2, 2),
             "dispatch_s": Number(least=0),
-        }
+        },
+        {"rate": Number(least=0)},
     )
     usage = Record({"regression": _METHODS["gaussian"], "samples": Whole(least=0), "errors": _ERRORS})
     named = {"device": Text(), "dtype": Text(), "about": MapOf(), "base": ListOf(Number(least=0), 4, 4)}

@@ -19,6 +19,7 @@ from outcore.cost.measured.op_sweep import draw, sweep
 from outcore.cost.predicted import calibration as calibration_module
 from outcore.cost.predicted.calibration import file_name
 from outcore.cost.predicted.features import NAMES, Matrix, features
+from outcore.cost.predicted.operation import KINDS
 from outcore.cost.predicted.regression import METHODS, fit_regression, regression_from_json
 from outcore.errors import MachineError
 from outcore.machine import Device, find
@@ -182,11 +183,65 @@ def test_one_slow_sample_does_not_speak_for_its_kind() -> None:
     assert found.time_s < 5 * invented(first).median_s
 
 
+def _start_and_rate(operation: Operation) -> TimedRuns:
+    """A processor on which every operation has a start, and then runs at a third of its rates."""
+    start_s = 8e-6 if operation.direction == "forward" else 30e-6
+    work_s = PROCESSOR.roofline_s(flops=operation.flops, nbytes=operation.nbytes, dtype="fp32")
+    noise = 1 + 0.2 * random.Random(str(operation)).random()
+    return TimedRuns.of([noise * (start_s + 3 * work_s)] * 3)
+
+
+PROCESSOR = Device("a processor", "cpu", 16 << 30, 2e10, {"fp32": 1e11}, sms=2, dispatch_s=3e-6)
+_IMAGE = {"in_channels": 8, "size": (8, 8)}
+_SMALL = [
+    Operation("linear", batch=16, in_channels=64),
+    Operation("elementwise", **_IMAGE, variant="relu"),
+    Operation("conv", **_IMAGE, out_channels=8, kernel=(3, 3), padding=(1, 1)),
+    Operation("conv_transpose", **_IMAGE, out_channels=8, kernel=(2, 2), stride=(2, 2)),
+    Operation("pool", **_IMAGE, kernel=(2, 2), stride=(2, 2), variant="max"),
+    Operation("norm", **_IMAGE, variant="batch"),
+    Operation("softmax", batch=4, in_channels=10),
+    Operation("embedding", batch=4, in_channels=1000, out_channels=64),
+    Operation("matmul", batch=4, in_channels=16, out_channels=16, size=(16,)),
+    Operation("attention", batch=2, in_channels=32, size=(16, 16), groups=4),
+]
+_LARGE = [
+    replace(o, batch=64 * o.batch, size=(64, 64) if len(o.size) == 2 and o.kind != "attention" else o.size)
+    for o in _SMALL
+]
+
+
+@pytest.mark.parametrize("samples", [0, 3, 12, 40, 80, pytest.param(200, marks=pytest.mark.slow)])
+def test_however_short_a_calibration_makes_no_prediction_worse(samples: int) -> None:
+    """Every kind, small and large, forward and backward: nearer to the truth, or within a factor of two."""
+    taken = [Sample(o, _start_and_rate(o)) for o in itertools.islice(sweep(PROCESSOR, dtype="fp32"), samples)]
+    fitted = fit_calibration(taken, PROCESSOR, "fp32", methods=("polynomial",))
+    nothing = fit_calibration([], PROCESSOR, "fp32")
+    operations = [o for each in (*_SMALL, *_LARGE) for o in (each, each.backward())]
+    rows = zip(operations, fitted.predict(operations), nothing.predict(operations), strict=True)
+    for operation, found, without in rows:
+        true_s = _start_and_rate(operation).median_s
+        off, off_before = (abs(math.log(p.time_s / true_s)) for p in (found, without))
+        assert off < max(math.log(2.0), off_before + 1e-9), (str(operation), found, true_s)
+
+
+def test_the_smallest_operations_of_every_kind_are_measured_first() -> None:
+    first = list(itertools.islice(sweep(PROCESSOR, dtype="fp32"), 32))
+    assert {o.kind for o in first} == set(KINDS)
+    assert all(_start_and_rate(o).median_s < 60e-6 for o in first)
+
+
+def test_no_kind_waits_for_the_others() -> None:
+    """Of a hundred operations after the smallest, every kind has had about its share."""
+    drawn = [o.kind for o in itertools.islice(sweep(PROCESSOR, dtype="fp32"), 32, 132)]
+    assert set(drawn) == set(KINDS)
+
+
 def test_calibrating_keeps_samples_and_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("here", "cpu", 1 << 28, 1e10, {"fp32": 2e10}, sms=1, dispatch_s=2e-6)
     (fitted,) = calibrate(device, "cpu", dtypes=["fp32"], seconds=0.2, cache=tmp_path)
     assert bool(fitted.models) == (Calibration.find("here", "fp32", cache=tmp_path) is not None)
-    monkeypatch.setattr(calibration_module, "_LEAST", 1)
+    monkeypatch.setattr(calibration_module, "LEAST", 1)
     for seconds in (0.3, 0.2):
         (fitted,) = calibrate(device, "cpu", dtypes=["fp32"], seconds=seconds, cache=tmp_path)
     found = Calibration.find("here", "fp32", cache=tmp_path)

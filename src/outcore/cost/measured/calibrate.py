@@ -46,6 +46,8 @@ def calibrate(
         path = samples_path(directory, device, dtype)
         share = seconds / len(dtypes)
         samples = collect(device, place, dtype=dtype, path=path, seconds=share, progress=progress)
+        if progress is not None:
+            progress(share, share, f"fitting {len(samples):,} samples")
         about = {"date": datetime.date.today().isoformat(), "torch": torch.__version__}
         calibration = fit_calibration(samples, device, dtype, about=about)
         calibration.save(directory / file_name(device.name, dtype))

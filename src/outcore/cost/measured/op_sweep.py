@@ -6,7 +6,9 @@ seeded and endless, and every draw is kept or dropped by the same rule (its roof
 within bounds), so a sweep that is stopped and taken up again, or given more time, measures the same list
 further.
 
-Kinds are interleaved: whenever time runs out, every kind has had its share.
+First come operations that are next to nothing, one or two of each kind: what they take is the start of an operation of
+that kind. Without them the shortest of a few samples passed for it, and small networks were predicted several times too
+slow. Then kinds are interleaved one by one: whenever time runs out, every kind has had its share.
 """
 
 from __future__ import annotations
@@ -34,8 +36,27 @@ SHARES: Mapping[Kind, int] = {
 }
 """How many operations of each kind come in one round."""
 
+_LAYER = {"batch": 1, "in_channels": 16}
+_IMAGE = {**_LAYER, "size": (8, 8)}
+_CONV = {**_IMAGE, "out_channels": 16, "kernel": (3, 3), "padding": (1, 1)}
+_SMALLEST: Mapping[Kind, tuple[Mapping[str, Any], ...]] = {
+    "conv": (_CONV, {**_CONV, "groups": 16}, {**_CONV, "in_channels": 3, "input_grad": False}),
+    "conv_transpose": ({**_CONV, "kernel": (2, 2), "padding": (0, 0), "stride": (2, 2)},),
+    "linear": (_LAYER,),
+    "matmul": ({**_LAYER, "size": (8,)},),
+    "attention": ({"in_channels": 32, "size": (16, 16)},),
+    "norm": ({**_IMAGE, "variant": "batch"}, {**_LAYER, "variant": "layer"}),
+    "pool": tuple({**_IMAGE, "kernel": (2, 2), "stride": (2, 2), "variant": v} for v in ("max", "avg")),
+    "elementwise": tuple({**_IMAGE, "variant": v} for v in ("relu", "add", "mul")),
+    "softmax": (_LAYER,),
+    "embedding": ({"in_channels": 100, "out_channels": 16},),
+    "copy": (_IMAGE,),
+}
+"""What of each kind is measured first."""
+
 _SHORT_SHARE = 0.2
 _CHANNELS = (
+    8,
     16,
     24,
     32,
@@ -74,10 +95,14 @@ class Bounds:
 
     @classmethod
     def of(cls, device: Device) -> Bounds:
-        """Bounds under which one measurement takes well under a second."""
+        """Bounds under which one measurement takes well under a second.
+
+        On a CPU no tensor is so large that the system makes new pages for it with every call: estimates add those by
+        themselves, and a sample would count them twice.
+        """
         if device.kind == "cuda":
             return cls(2 * device.launch_s, 0.01, min(8 << 30, device.memory_bytes // 4))
-        return cls(10 * device.dispatch_s, 0.01, min(1 << 30, device.memory_bytes // 8))
+        return cls(10 * device.dispatch_s, 0.004, min(64 << 20, device.memory_bytes // 8))
 
 
 def sweep(
@@ -88,17 +113,24 @@ def sweep(
     seed: int = 0,
     bounds: Bounds | None = None,
 ) -> Iterator[Operation]:
-    """An endless list of operations within bounds, each forward and then backward."""
+    """An endless list of operations, the smallest first and then those within bounds, each forward and then
+    backward."""
     chosen = tuple(kinds) if kinds is not None else tuple(SHARES)
     limits = bounds if bounds is not None else Bounds.of(device)
     source = random.Random(f"{seed}/{dtype}/{','.join(chosen)}")
+    for kind in chosen:
+        for fields in _SMALLEST[kind]:
+            yield from _both(Operation(kind, dtype=dtype, **fields))
+    places = sorted(((i + 0.5) / SHARES[kind], kind) for kind in chosen for i in range(SHARES[kind]))
     while True:
-        for kind in chosen:
-            for _ in range(SHARES[kind]):
-                operation = _draw_within(kind, dtype, device, limits, source)
-                yield operation
-                if operation.backward().nbytes:
-                    yield operation.backward()
+        for _, kind in places:
+            yield from _both(_draw_within(kind, dtype, device, limits, source))
+
+
+def _both(operation: Operation) -> Iterator[Operation]:
+    yield operation
+    if operation.backward().nbytes:
+        yield operation.backward()
 
 
 def _draw_within(kind: Kind, dtype: str, device: Device, limits: Bounds, source: random.Random) -> Operation:
@@ -188,6 +220,8 @@ def _connection(source: random.Random, channels: int) -> dict[str, Any]:
             "out_channels": _channels(source),
             "input_grad": False,
         }
+    if chance < 0.34:  # a last layer, which gives a few classes or colours
+        return {"out_channels": source.choice((1, 2, 3, 4, 10))}
     return {"out_channels": _channels(source)}
 
 

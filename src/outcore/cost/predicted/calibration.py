@@ -5,7 +5,7 @@ time: an interval, the roofline it was derived from, the efficiency, and how far
 
     measured range   a fitted kind, within the sizes that were sampled
     extrapolated     a fitted kind, outside them; the answer tends to the median efficiency
-    roofline         a kind of which there are too few samples: roofline over the median efficiency of all kinds
+    roofline         a kind of which there is no sample: roofline over the median efficiency of all kinds, or one half
     scaled           carried over to another device by its rates
 
 It is stored as one (gzipped) JSON document with its own held-out errors inside. The calibrations of some devices ship
@@ -32,7 +32,7 @@ from outcore.cost.predicted.efficiency import Efficiency, fit_efficiency
 from outcore.cost.predicted.features import NAMES
 from outcore.cost.predicted.operation import KINDS, Operation
 from outcore.cost.predicted.regression import METHODS
-from outcore.cost.predicted.roofline import Ceiling
+from outcore.cost.predicted.roofline import UNFITTED_EFFICIENCY, Ceiling
 from outcore.documents.reading import read_json
 from outcore.documents.schema import MapOf, check
 from outcore.errors import MachineError
@@ -43,9 +43,9 @@ from outcore.machine.probe import cache_directory
 VERSION = 1
 _NO_CACHE = 8.0
 _BIAS = NAMES.index("bias")
-_LEAST = 8
-"""With fewer samples of a kind and direction their median says little: one slow sample of a first layer made every
-first layer a hundred times too slow."""
+LEAST = 8
+"""With fewer samples a kind is said to be known little, and a family of convolutions is predicted as its kind is: one
+slow sample of a first layer made every first layer a hundred times too slow."""
 _LEAST_OF_A_PART = 20
 """With fewer samples of single products, a model of both products together is better."""
 
@@ -137,7 +137,8 @@ class Calibration:
     def _predict(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
         model = self.models.get(name)
         if model is None:
-            middle = float(np.median([m.median for m in self.models.values()])) if self.models else 1.0
+            known = [m.rate or m.median for m in self.models.values()]
+            middle = float(np.median(known or [UNFITTED_EFFICIENCY]))
             rooflines = [self.base.time_s(operation) for operation in operations]
             return [Prediction(t / middle, t, 10 * t / middle, t, middle, "roofline") for t in rooflines]
         efficiencies, beyond = model.predict(operations)
@@ -321,12 +322,13 @@ def fit_calibration(
     about: Mapping[str, Any] | None = None,
     methods: Sequence[str] = METHODS,
 ) -> Calibration:
-    """Fit every kind and direction of which there are enough samples."""
+    """Fit every kind and direction of which there are samples, and every family that has enough of its own."""
     base = Ceiling.of(device, dtype)
     models: dict[str, Efficiency] = {}
     for family in ("depthwise", "first", "dense", *KINDS):
         for part in ("forward", "backward", "weight", "input"):
             chosen = training_samples(samples, base, family, part)
-            if len(chosen) >= (_LEAST if part in ("forward", "backward") else _LEAST_OF_A_PART):
+            least = 1 if family in KINDS else LEAST
+            if len(chosen) >= (least if part in ("forward", "backward") else _LEAST_OF_A_PART):
                 models[f"{family}/{part}"] = fit_efficiency(chosen, base, methods=methods)
     return Calibration(device.name, dtype, base, models, dict(about or {}))

@@ -208,6 +208,8 @@ def _pool(variant: str) -> Callable[[_Facts], Operation | None]:
         dims = len(facts.y.shape) - 2
         if dims < 1 or len(facts.x.shape) != dims + 2:
             return None
+        if facts.type in _ADAPTIVE and variant == "avg" and math.prod(facts.y.shape[2:]) == 1:
+            return _elementwise("relu")(facts)  # torch computes it as a mean, and it is predicted as one
         if facts.type in _ADAPTIVE:
             kernel = stride = tuple(
                 max(1, i // max(1, o)) for i, o in zip(facts.x.shape[2:], facts.y.shape[2:], strict=True)

@@ -23,7 +23,7 @@ from outcore.cost.predicted.calibration import Calibration, Prediction
 from outcore.cost.predicted.describe import describe, is_idle
 from outcore.cost.predicted.memory_traffic import MemoryTraffic
 from outcore.cost.predicted.operation import Operation
-from outcore.cost.predicted.roofline import Ceiling
+from outcore.cost.predicted.roofline import UNFITTED_EFFICIENCY, Ceiling
 from outcore.errors import MachineError
 from outcore.graph import Graph
 from outcore.machine import Device, Machine
@@ -32,7 +32,6 @@ from outcore.machine.clock import TimedRuns
 _LENDERS = {"cuda": "NVIDIA H200"}
 _SAME_SIZE = {"fp32": "tf32", "fp16": "bf16"}
 """A precision whose elements are as large: its efficiencies are the next best guess."""
-_UNFITTED_EFFICIENCY = 0.5
 _VIEW = 1.75
 """Host time of a call that makes a view or a cast in Python, over that of starting an operation in C++."""
 _FRESH_FROM, _FRESH_BYTES_PER_S = 24 << 20, 2.4e9
@@ -93,7 +92,8 @@ def estimate(
     if device.kind == "cpu":
         calls = {name: _moving(cost, _fresh_bytes(cost), _FRESH_BYTES_PER_S, device) for name, cost in calls.items()}
     costs = replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
-    return _issued(costs, device) if device.kind == "cuda" else _on_one_clock(costs)
+    costs = _issued(costs, device)
+    return costs if device.kind == "cuda" else _on_one_clock(costs)
 
 
 def _on_one_clock(costs: Costs) -> Costs:
@@ -108,7 +108,7 @@ def _on_one_clock(costs: Costs) -> Costs:
         name: replace(cost, forward=joined(cost.forward), backward=joined(cost.backward))
         for name, cost in costs.calls.items()
     }
-    return replace(costs, calls=calls)
+    return replace(costs, calls=calls, start_s=0.0, sum_dispatch_s=0.0)
 
 
 def _predicted(
@@ -242,9 +242,9 @@ def _by_bytes(cost: CallCost, device: Device) -> CallCost:
         roofline = max(flops / rate, nbytes / bandwidth, device.launch_s)
         return TimedRuns(
             roofline,
-            roofline / _UNFITTED_EFFICIENCY,
+            roofline / UNFITTED_EFFICIENCY,
             10 * roofline,
-            roofline / _UNFITTED_EFFICIENCY,
+            roofline / UNFITTED_EFFICIENCY,
             0,
             device.dispatch_s,
         )

@@ -17,6 +17,9 @@ from outcore.cost.measured.samples import Sample
 from outcore.cost.predicted.operation import Operation
 from outcore.machine.device import Device
 
+UNFITTED_EFFICIENCY = 0.5
+"""What is assumed of operations of which nothing was measured: half of the device's rates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
@@ -49,5 +52,8 @@ class Ceiling:
 
     def time_s(self, operation: Operation) -> float:
         """The roofline: the time below which the operation was never seen."""
-        compute, memory = operation.flops / self.flops_per_s, operation.nbytes / self.bytes_per_s
-        return max(compute, memory, self.floor_s)
+        return max(self.work_s(operation), self.floor_s)
+
+    def work_s(self, operation: Operation) -> float:
+        """What its FLOPs or its bytes take, without the start of the operation."""
+        return max(operation.flops / self.flops_per_s, operation.nbytes / self.bytes_per_s)
