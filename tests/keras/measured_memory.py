@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of ``fit`` on TensorFlow: twelve models, three budgets; prints JSON lines.
+"""Predicted and measured peaks of ``fit`` on TensorFlow: eleven models, three budgets; prints JSON lines.
 
     python -m tests.keras.measured_memory [name ...]
 
@@ -57,7 +57,6 @@ MODELS: dict[str, tuple[Any, int]] = {
     "unet-3d": (lambda: NETWORKS["unet_3d"](keras), 4),
     "relaynet": (lambda: NETWORKS["relaynet"](keras), 8),
     "cosmoflow": (lambda: NETWORKS["cosmoflow"](keras), 16),
-    "transformer": (lambda: NETWORKS["transformer"](keras), 512),
     "vision-transformer": (_vision_transformer, 8),
     "ResNet50": (lambda: _application("ResNet50"), 8),
     "VGG16": (lambda: _application("VGG16"), 8),

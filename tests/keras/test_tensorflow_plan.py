@@ -107,6 +107,17 @@ def test_a_trial_leaves_the_model_and_what_it_is_compiled_with_as_they_were() ->
     model.fit(np.zeros((4, 16, 16, 3)), np.zeros((4, 3)), verbose=0)  # targets of another type than were tried
 
 
+def test_trials_leave_no_memory_behind() -> None:
+    """Traced functions hold the variables of tried optimizers: 8 MiB for every plan that was looked at, here."""
+    keras.config.set_floatx("float32")
+    given = keras.Input((1024,))
+    model = keras.Model(given, L.Dense(1024)(given))
+    model.compile("adam", "mse")
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    outcore.within(model, [(1, 1024)], memory="2GiB", quiet=True)
+    assert tf.config.experimental.get_memory_info("CPU:0")["current"] - before < 2**20
+
+
 def test_memory_is_read_off_the_graph_that_runs() -> None:
     model = small()
     variables = [v.value for v in model.trainable_variables]
@@ -174,6 +185,20 @@ def test_what_cannot_be_planned_is_refused() -> None:
         outcore.within(network(), [(4, 9, 8, 3)], memory="1GiB")
     with pytest.raises(OutcoreError, match="TensorFlow"):
         outcore.within(network(), [(4, 8, 8, 3)], memory="1GiB", stream=True)
+
+
+def test_a_model_for_batches_of_one_size_is_not_split() -> None:
+    """A stateful layer raised in the midst of planning, where its batch was tried in parts."""
+    given = keras.Input(batch_shape=(4, 3, 2))
+    model = keras.Model(given, L.Dense(2)(L.LSTM(2, stateful=True, unroll=True, name="memory")(given)))
+    with pytest.raises(OutcoreError, match="micro-batches: memory is stateful"):
+        outcore.keras.within(model, [(4, 3, 2)], memory=None, micro_batches=2)
+    with pytest.raises(PlanError, match="smallest peak found") as refused:
+        outcore.within(model, [(4, 3, 2)], memory=1, quiet=True)
+    assert "micro_batches=" not in str(refused.value)
+    sized = keras.Model(given, L.Dense(2)(given))
+    with pytest.raises(OutcoreError, match="declared with a batch of 4"):
+        outcore.keras.within(sized, [(4, 3, 2)], memory=None, micro_batches=2)
 
 
 @pytest.mark.slow

@@ -14,12 +14,21 @@ from typing import Any
 
 from outcore.errors import OutcoreError
 
-__all__ = ["accumulating_step", "check_splittable", "normalizes_batches"]
+__all__ = ["accumulating_step", "check_splittable", "fixed_batch", "normalizes_batches"]
 
 
 def normalizes_batches(keras: Any, model: Any) -> bool:
     """Whether a layer that is trained takes statistics over the batch."""
     return any(isinstance(x, keras.layers.BatchNormalization) and x.trainable for x in model._flatten_layers())
+
+
+def fixed_batch(model: Any, functional: Any) -> str:
+    """Why a model takes batches of one size alone; empty if it does not."""
+    sizes = [tensor.shape[0] for tensor in functional.inputs if tensor.shape[0] is not None]
+    stateful = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False) is True]
+    if stateful:
+        return f"{stateful[0]} is stateful and keeps a state for every sample of a batch"
+    return f"its inputs are declared with a batch of {sizes[0]}" if sizes else ""
 
 
 def check_splittable(keras: Any, model: Any, batch: int, parts: int) -> None:

@@ -19,7 +19,12 @@ from typing import Any
 from outcore.errors import ModelError, OutcoreError, PlanError
 from outcore.keras.installed import require_keras
 from outcore.keras.tensorflow.calls import Calls, list_calls, traced_functional
-from outcore.keras.tensorflow.micro_batches import accumulating_step, check_splittable, normalizes_batches
+from outcore.keras.tensorflow.micro_batches import (
+    accumulating_step,
+    check_splittable,
+    fixed_batch,
+    normalizes_batches,
+)
 from outcore.keras.tensorflow.plan import Choice, choose
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
 from outcore.keras.tensorflow.traced import step_facts
@@ -95,7 +100,10 @@ def within(
     specs = _specs(model, functional, args)
     budget, share = _budget(memory)
     parts = [micro_batches] if micro_batches else [1]
-    if not micro_batches and not normalizes_batches(keras, model):
+    fixed = fixed_batch(model, functional)
+    if fixed and (micro_batches or 1) > 1:
+        raise OutcoreError(f"{model.name} cannot take micro-batches: {fixed}")
+    if not micro_batches and not normalizes_batches(keras, model) and not fixed:
         parts += [n for n in _SPLITS if specs[0].shape[0] % n == 0]
     variables = _variables(model, optimizer)
     least: int | None = None
@@ -129,7 +137,7 @@ def within(
         f"{format_bytes(least)} with {tried} micro-batches; give memory={least} or a smaller batch"
         + (
             ""
-            if not normalizes_batches(keras, model) or micro_batches
+            if not normalizes_batches(keras, model) or micro_batches or fixed
             else ", or micro_batches=2 (batch normalization then sees parts of the batch)"
         )
     )

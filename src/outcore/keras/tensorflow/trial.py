@@ -94,6 +94,7 @@ class FitTrial:
         except (ValueError, TypeError, self.tf.errors.OpError):
             if not self.measures:
                 raise
+            self._empty(self._last[1])
             self.measures, self._last = False, ((), None)  # metrics of one's own may ask for other targets
             function = self._traced(self.fitted(segments), inputs, targets)
         found = graph_memory(optimized(function), self.standing, workers=threads(self.tf))
@@ -160,12 +161,23 @@ class FitTrial:
 
     def forget(self) -> None:
         """Let go of the models that were tried, and of their batches: they refer to themselves, and would stay."""
+        self._empty(self._last[1])
         self._last = (), None
         gc.collect()
+
+    def _empty(self, made: Any) -> None:
+        """Take the memory of a tried model's own variables: traced functions hold them for as long as the process."""
+        known = {id(v) for v in self.model.variables}
+        for variable in [] if made is None else [*made.optimizer.variables, *made.variables]:
+            if id(variable) not in known and math.prod(variable.shape) > 1:
+                held = variable.value
+                empty = self.tf.zeros((0,), held.dtype)
+                self.tf.raw_ops.AssignVariableOp(resource=held.handle, value=empty, validate_shape=False)
 
     def fitted(self, segments: tuple[Segment, ...]) -> Any:
         """A compiled model with the layers and the name of the planned one, that runs by segments; the last is kept."""
         if self._last[0] != segments:
+            self._empty(self._last[1])
             made = self.keras.Model(
                 self.functional._inputs_struct, self.functional._outputs_struct, name=self.model.name
             )
