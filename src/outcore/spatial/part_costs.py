@@ -113,7 +113,7 @@ def measure_part(
     weights = weights_on(machine, graph, costs)
     where = torch.device(device)
     model = job.model().to(where).train()
-    given = job.batch(batch or job.size)[0]
+    given = job.made_batch(batch)[0]
     tensors = given if isinstance(given, (tuple, list)) else (given,)
     inputs = {name: t.to(where) for name, t in zip(graph.inputs, tensors, strict=True)}
     constants = {name: t.to(where) for name, t in network.recording.constants.items()}
