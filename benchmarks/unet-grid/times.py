@@ -67,7 +67,12 @@ def _segmentation(model: Callable[[], nn.Module], pixels: int) -> outcore.Job:
         image = torch.randn(size, 3, pixels, pixels, generator=drawn)
         return image, torch.randint(2, (size, pixels, pixels), generator=drawn)
 
-    return outcore.Job(model=model, batch=batch, loss=outcore.stream.PixelLoss(F.cross_entropy), size=1)
+    loss = outcore.stream.PixelLoss(F.cross_entropy)
+    return outcore.Job(model=model, batch=batch, loss=loss, optimizer=_sgd, size=1)
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4)
 
 
 def _classification(name: str, pixels: int) -> outcore.Job:
@@ -75,7 +80,7 @@ def _classification(name: str, pixels: int) -> outcore.Job:
         drawn = torch.Generator().manual_seed(3)
         return torch.randn(size, 3, pixels, pixels, generator=drawn), torch.randint(1000, (size,), generator=drawn)
 
-    return outcore.Job(model=lambda: torchvision_model(name), batch=batch, loss=F.cross_entropy, size=1)
+    return outcore.Job(model=lambda: torchvision_model(name), batch=batch, loss=F.cross_entropy, optimizer=_sgd, size=1)
 
 
 def job(name: str, cuda: bool, scale: float = 1.0) -> outcore.Job:
@@ -108,7 +113,7 @@ def measure_link(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> d
     with Engine(
         chosen,
         outcore.Plan.from_json(plan),
-        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
+        optimizer=_sgd,
         device=None if cuda else "cpu",
     ) as engine:
         messages, number = engine.worker.messages, 1 << 16
@@ -194,7 +199,7 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
     with Engine(
         chosen,
         made,
-        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
+        optimizer=_sgd,
         device=None if cuda else "cpu",
     ) as engine:
         messages = engine.worker.messages
@@ -283,6 +288,10 @@ def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: flo
         "measured_s": measured,
         "ratio": timeline.step_s / measured,
         "calls_s": [costs.total().forward_s, costs.total().backward_s],
+        "host_calls_s": [
+            [round(w.host_forward_s, 6), round(w.host_backward_s, 6), round(w.forward_s, 6), round(w.backward_s, 6)]
+            for w in weights.calls.values()
+        ],
         "predicted_busy_s": [_busy(e for e in timeline.events if e.rank == rank) for rank in range(ranks)],
         "ranks": found,
     }

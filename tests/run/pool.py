@@ -92,11 +92,12 @@ def _left_behind(before: set[str], earlier: set[threading.Thread]) -> list[str]:
 
 
 def _open_files() -> set[str]:
-    """Sockets and shared memory of this process."""
+    """Sockets, pipes and shared memory of this process; CUDA has pipes of its own."""
+    kinds = ("socket:", "/memfd:", "/dev/shm", *(() if torch.cuda.is_initialized() else ("pipe:",)))
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            if (what := str(path.readlink())).startswith(("socket:", "/memfd:", "/dev/shm")):
+            if (what := str(path.readlink())).startswith(kinds):
                 found.add(what)
     return found
 

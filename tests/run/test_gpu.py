@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outcore.run.transport import shared_memory
+from outcore.run.transport.shared_memory import SharedRows
 from tests.run.pool import Pool
 from tests.run.stage.test_idle_state_offload import peaks
 from tests.run.training import alone, difference, train
@@ -18,13 +18,15 @@ pytestmark = [
 ]
 
 
-def on_gpu(case: str, plan: dict[str, Any], least: int) -> dict[str, Any]:
+def on_gpu(case: str, plan: dict[str, Any], shared: bool = True) -> dict[str, Any]:
     torch.backends.cudnn.deterministic = True
-    shared_memory.LEAST_BYTES, before = least, shared_memory.LEAST_BYTES
+    reaches = SharedRows.reaches
+    if not shared:
+        SharedRows.reaches = lambda self, rank: False  # type: ignore[method-assign]
     try:
         result = train(case, plan, device="cuda")
     finally:
-        shared_memory.LEAST_BYTES = before
+        SharedRows.reaches = reaches  # type: ignore[method-assign]
     for part in ("gradients", "weights"):
         result[part] = {n: t.cpu() for n, t in result[part].items()}
     return result
@@ -34,12 +36,12 @@ def on_gpu(case: str, plan: dict[str, Any], least: int) -> dict[str, Any]:
 def test_two_ranks_on_one_gpu(ranks: Pool, case: str) -> None:
     """Once through sockets, once through shared memory."""
     oracle = alone(case, 4, device="cpu")
-    for plan, least in (
-        ({"stages": 2, "schedule": "1f1b", "micro_batches": 4}, 1 << 40),
-        ({"stages": 2, "schedule": "1f1b", "micro_batches": 4}, 1),
-        ({"stages": 2, "schedule": "gems", "batches": 4}, 1),
+    for plan, shared in (
+        ({"stages": 2, "schedule": "1f1b", "micro_batches": 4}, False),
+        ({"stages": 2, "schedule": "1f1b", "micro_batches": 4}, True),
+        ({"stages": 2, "schedule": "gems", "batches": 4}, True),
     ):
-        results = ranks.run(on_gpu, 2, case, plan, least)
+        results = ranks.run(on_gpu, 2, case, plan, shared)
         for result in results:
             assert result["losses"] == pytest.approx(oracle["losses"], rel=1e-9)
             assert difference(result["gradients"], oracle["gradients"]) < 1e-10
@@ -51,7 +53,7 @@ def test_two_ranks_on_one_gpu(ranks: Pool, case: str) -> None:
 
 def test_one_rank_takes_batches_of_the_host(ranks: Pool) -> None:
     oracle = alone("unet", 4, device="cpu")
-    (result,) = ranks.run(on_gpu, 1, "unet", {"stages": 1, "schedule": "1f1b", "micro_batches": 4}, 1)
+    (result,) = ranks.run(on_gpu, 1, "unet", {"stages": 1, "schedule": "1f1b", "micro_batches": 4})
     assert result["losses"] == pytest.approx(oracle["losses"], rel=1e-9)
     assert difference(result["gradients"], oracle["gradients"]) < 1e-10
 

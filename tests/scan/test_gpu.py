@@ -133,11 +133,13 @@ def test_a_busy_device_is_not_waited_for() -> None:
     reference, ours = pair("LSTM", 5, 20, Options(backward="scan", forward=Newton(tolerance=1e-12)), device="cuda")
     x = torch.randn(1500, 3, 5, dtype=torch.float64, device="cuda")
     expected = everything(reference, x)
-    for cycles in (2_000_000_000, 10_000_000_000, 10_000_000_000):  # the first two compile all kernels
+    for _ in range(6):  # kernels that are compiled are loaded, for which the device is waited for
         torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(10_000_000_000)
         found = everything(ours, x)
-    assert not ours.report.layers[0].outcomes[0].known
+        if not (known := ours.report.layers[0].outcomes[0].known):
+            break
+    assert not known
     assert largest_error(expected, found) < 1e-9
     assert ours.report.layers[0].solvers == ["relaxation"]
 

@@ -17,6 +17,7 @@ from outcore.machine.machine import Machine
 from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.spatial.part_costs import PartCosts, measure_part
 from outcore.spatial.timeline import predict_timeline
+from outcore.stream.network import RegionNetwork
 
 
 def _job(head: nn.Module | None = None) -> outcore.Job:
@@ -40,6 +41,8 @@ def test_every_node_of_a_part_is_measured() -> None:
     found = measure_part(job, (1, 2), costs=costs, machine=where, steps=3)
     assert len(found.forward_s) == len(graph.calls) + 1  # the statistics of the norm are a node of their own
     assert found.backward_s.keys() <= found.forward_s.keys() and found.exchange_s[0] > 0
+    made = {name for call in ("0#0", "3#0") for name in graph.calls[call].outputs}
+    assert made & found.overlap_forward_s.keys() and found.overlap_forward_s.keys() == found.overlap_backward_s.keys()
 
 
 def test_what_a_part_takes_beyond_its_share_is_in_the_prediction() -> None:
@@ -58,6 +61,14 @@ def test_what_a_part_takes_beyond_its_share_is_in_the_prediction() -> None:
     assert predict_timeline(kept, graph, weights, links, dear).step_s == pytest.approx(plain + 3.0, abs=1e-4)
     # So dear an exchange is not made: borders are computed on both sides.
     assert outcore.spatial.plan_grid(job, (1, 2), machine=where, parts=dear).spatial["twice"]
+    # Unless whoever makes or reads such a value pays more for it.
+    nodes = RegionNetwork(graph).nodes
+    paid = replace(dear, overlap_forward_s=dict.fromkeys(nodes, 10.0))
+    assert "twice" not in outcore.spatial.plan_grid(job, (1, 2), machine=where, parts=paid).spatial
+    both = replace(plan, spatial={"grid": [1, 2], "twice": [first]})
+    cheap, costly = (predict_timeline(both, graph, weights, links, p).step_s for p in (dear, paid))
+    reading = sum(first in (node.output, *node.values) for node in nodes.values())
+    assert costly == pytest.approx(cheap + 10.0 * reading, abs=1e-4)
 
 
 def test_a_network_that_cannot_be_split_has_no_part() -> None:

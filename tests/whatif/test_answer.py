@@ -238,6 +238,10 @@ def test_a_carried_time_keeps_half_of_the_spread_and_no_ratio_is_beyond_all_reas
     found = _ratio(estimate, origin, TimedRuns(9.0, 10.0, 11.0, 10.0, 5, 0.3, 0.1))
     assert (found.min_s, found.median_s, found.max_s, found.mean_s) == (15.0, 20.0, 30.0, 20.0)
     assert found.runs == 5 and (found.dispatch_s, found.lead_s) == pytest.approx((1.2, 0.2))
+    far = _ratio(
+        replace(estimate, dispatch_s=100.0, lead_s=200.0), origin, TimedRuns(9.0, 10.0, 11.0, 10.0, 5, 0.3, 0.1)
+    )
+    assert (far.dispatch_s, far.lead_s) == pytest.approx((6.0, 2.0))  # what was measured, times the bound
     nothing = TimedRuns(0.0, 0.0, 0.0, 0.0, 1, 0.1)
     free = _ratio(estimate, nothing, TimedRuns(9.0, 10.0, 11.0, 10.0, 5, 0.3))
     assert free.median_s == 4.0 and free.dispatch_s == pytest.approx(1.2)

@@ -110,7 +110,7 @@ def try_step(
                 taken, needed = _reserved(
                     lambda: take_steps(run, args, kwargs, loss or total_of, parameters, optimizer, device),
                     device,
-                    standing + round(optimizer.state_per_parameter) * sum(p.nbytes for p in parameters),
+                    standing + round(optimizer.state_per_parameter * sum(p.nbytes for p in parameters)),
                     limited=limited,
                 )
             else:

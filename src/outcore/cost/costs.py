@@ -85,6 +85,10 @@ class CallCost:
     workspace_backward_bytes: int = 0
     """Peak above what is there before and after."""
     workspace_source: Source = "unknown"
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+    """Of the seconds, those that a part of the batch takes too (`outcore.cost.measured.fixed_times`); 0 where it is not
+    known."""
 
     @property
     def time_s(self) -> float:

@@ -12,7 +12,6 @@ path, and so is every weight that would have been left behind.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +26,7 @@ from outcore.keras.carried import Weight
 from outcore.keras.check import check_twin
 from outcore.keras.installed import is_keras, require_keras
 from outcore.keras.part import CONVERTERS, Part, Site
-from outcore.keras.symbolic import graph_of_call, graph_of_class
+from outcore.keras.symbolic import fixed_mode, graph_of_call, graph_of_class
 from outcore.keras.twin import Constant, Fixed, Slot, Step, Twin, leaves, substitute
 
 __all__ = ["to_torch"]
@@ -200,9 +199,8 @@ class _GraphWalk:
         layer, tensors = node.operation, node.arguments.keras_tensors
         path = f"{self.path}/{layer.name}"
         kwargs = {k: v for k, v in node.arguments.kwargs.items() if v is not None}
-        training = kwargs.pop("training", None)
-        if training is True and _trains_by_default(layer):
-            training = None  # Keras notes the default, and does as the call of the model says
+        kwargs.pop("training", None)
+        training = fixed_mode(self.graph, node)
         arrays = [x for x in leaves((node.arguments.args, kwargs)) if _is_array(x)]
         images = [t for t in tensors if len(t.shape) > 2]
         first = any((id(t), True) in self.slots for t in images) and not arrays
@@ -289,12 +287,6 @@ def graph_of(keras: Any, model: Any, path: str) -> Any:
     if not hasattr(model, "_nodes_by_depth"):
         return graph_of_class(keras, model, path)
     return model
-
-
-def _trains_by_default(layer: Any) -> bool:
-    """Whether ``training`` is true unless it is given, as for layers over images."""
-    given = inspect.signature(type(layer).call).parameters.get("training")
-    return given is not None and given.default is True
 
 
 def _is_array(item: Any) -> bool:

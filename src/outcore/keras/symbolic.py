@@ -2,15 +2,21 @@
 
 A class with a ``call`` of its own keeps no graph. But its ``call`` can be run on Keras' symbolic tensors: every layer
 and every operation of `keras.ops` in it then notes a node, and the nodes are the graph of a functional model over the
-same layers and weights. What ``call`` does beside that is not in the graph, so it is run twice, in training and
-without being told, and both graphs have to be alike, constants included: a branch on ``training``, and a number that is
-drawn in between, show up as a difference. What cannot be run on symbolic tensors (functions of TensorFlow or torch, a
-branch on a value) raises, and is refused with the class's path.
+same layers and weights. What ``call`` does beside that is not in the graph, so it is run twice, in training and not,
+and both graphs have to be alike, constants included: a branch on ``training``, and a number that is drawn in between,
+show up as a difference. What cannot be run on symbolic tensors (functions of TensorFlow or torch, a branch on a value)
+raises, and is refused with the class's path.
+
+Keras notes ``training=`` at every node, the default of a layer too. In a functional model what is noted says nothing: a
+call of the model in training is one of all its layers in training. In a class, a layer that is given ``training=False``
+keeps it. Here the node says so in both runs; where they differ it follows the model, and nothing is left at the node.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,8 +24,9 @@ import numpy as np
 from outcore.errors import ModelError
 from outcore.keras.twin import leaves, substitute
 
-__all__ = ["graph_of_call", "graph_of_class", "inputs_of"]
+__all__ = ["fixed_mode", "graph_of_call", "graph_of_class", "inputs_of"]
 
+_TRACED, _CONTEXT = "_traced_from_a_class", "current_call_ctx"
 _ADVICE = (
     "write it with layers and keras.ops alone, build it as a functional model, keras.Model(inputs, outputs), or set "
     "KERAS_BACKEND=torch and give the model itself to outcore, which records any torch module"
@@ -37,17 +44,22 @@ def inputs_of(keras: Any, model: Any) -> Any:
     return _inputs(keras, next(iter(model._build_shapes_dict.values())), dtype)
 
 
-def graph_of_class(keras: Any, model: Any, path: str, training: bool | None = None) -> Any:
+def fixed_mode(graph: Any, node: Any) -> bool | None:
+    """The mode that the ``call`` of a class gives to a layer, whatever its own is; none if there is no such."""
+    return node.arguments.kwargs.get("training") if graph.__dict__.get(_TRACED) else None
+
+
+def graph_of_class(keras: Any, model: Any, path: str) -> Any:
     """A functional model over the layers of a built model that is a class of its own."""
     shapes = getattr(model, "_build_shapes_dict", None)
     if not model.built or not shapes:
         raise ModelError(f"{path} ({type(model).__name__}) is not built; call it once on a batch")
     if len(shapes) != 1:
         _refuse(model, path, f"its call takes {len(shapes)} inputs one by one", "take one list of inputs")
-    return graph_of_call(keras, model, (inputs_of(keras, model),), path, training)
+    return graph_of_call(keras, model, (inputs_of(keras, model),), path)
 
 
-def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str, training: bool | None = None) -> Any:
+def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str) -> Any:
     """A functional model of what a layer's ``call`` does with inputs like the given symbolic ones."""
 
     def fresh(tensor: Any) -> Any:
@@ -56,11 +68,12 @@ def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str, trai
     if any(not isinstance(x, keras.KerasTensor) for x in leaves(args)):
         _refuse(layer, path, "it is called with something that is no tensor")
     made = []
-    for mode in (training, True if training is None else None):
+    for mode in (True, False):
         symbolic = substitute(args, fresh)
         how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
         try:
-            outputs = type(layer).call(layer, *symbolic, **how)
+            with _calling(layer, mode):
+                outputs = type(layer).call(layer, *symbolic, **how)
             inputs = symbolic[0] if len(symbolic) == 1 else list(leaves(symbolic))
             made.append(keras.src.models.functional.Functional(inputs, outputs, name=layer.name))
         except Exception as error:  # whatever the user's code does with a symbolic tensor
@@ -69,7 +82,31 @@ def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str, trai
         _refuse(
             layer, path, "its call does something else from call to call: it branches on training, or draws numbers"
         )
+    for one, other in zip(_nodes(made[0]), _nodes(made[1]), strict=True):
+        if one.arguments.kwargs.get("training") != other.arguments.kwargs.get("training"):
+            del one.arguments.kwargs["training"]
+    made[0].__dict__[_TRACED] = True
     return made[0]
+
+
+@contextmanager
+def _calling(layer: Any, training: bool) -> Iterator[None]:
+    """As in a call of a layer in some mode, which the layers inside of it take where they are not told."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    context = importlib.import_module("keras.src.layers.layer").CallContext(entry_layer=layer)
+    context.training = training
+    before = state.get_global_attribute(_CONTEXT)
+    state.set_global_attribute(_CONTEXT, context)
+    try:
+        yield
+    finally:
+        state.set_global_attribute(_CONTEXT, before)
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    """The nodes of a graph but its inputs, in the order of execution."""
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        yield from (node for node in graph._nodes_by_depth[depth] if not node.is_input)
 
 
 def _inputs(keras: Any, shape: Any, dtype: str) -> Any:
@@ -86,23 +123,18 @@ def _facts(keras: Any, graph: Any) -> Iterator[Any]:
     number: dict[int, int] = {}
     for tensor in graph.inputs:
         number[id(tensor)] = len(number)
-    for depth in sorted(graph._nodes_by_depth, reverse=True):
-        for node in graph._nodes_by_depth[depth]:
-            if node.is_input:
-                continue
-            own = isinstance(node.operation, keras.layers.Layer)
-            yield id(node.operation) if own else type(node.operation).__name__
-            for item in leaves(
-                (node.arguments.args, {k: v for k, v in node.arguments.kwargs.items() if k != "training"})
-            ):
-                if isinstance(item, keras.KerasTensor):
-                    yield number.setdefault(id(item), len(number))
-                elif hasattr(item, "shape") and not isinstance(item, keras.Variable):
-                    yield np.asarray(keras.ops.convert_to_numpy(item)).tobytes()
-                else:
-                    yield id(item) if isinstance(item, keras.Variable) else repr(item)
-            for tensor in node.outputs:
-                number[id(tensor)] = number.get(id(tensor), len(number))
+    for node in _nodes(graph):
+        own = isinstance(node.operation, keras.layers.Layer)
+        yield id(node.operation) if own else type(node.operation).__name__
+        for item in leaves((node.arguments.args, {k: v for k, v in node.arguments.kwargs.items() if k != "training"})):
+            if isinstance(item, keras.KerasTensor):
+                yield number.setdefault(id(item), len(number))
+            elif hasattr(item, "shape") and not isinstance(item, keras.Variable):
+                yield np.asarray(keras.ops.convert_to_numpy(item)).tobytes()
+            else:
+                yield id(item) if isinstance(item, keras.Variable) else repr(item)
+        for tensor in node.outputs:
+            number[id(tensor)] = number.get(id(tensor), len(number))
 
 
 def _refuse(layer: Any, path: str, why: str, do: str = _ADVICE) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +36,7 @@ from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
 from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
-from outcore.memory.param_offload.buckets import offloadable_of, uses_of
+from outcore.memory.param_offload.buckets import calls_of, offloadable_of, uses_of
 from outcore.memory.param_offload.escalation import StatePlacement
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
@@ -214,7 +214,7 @@ def _settings(asked: Request, network: Network) -> Settings:
     states: tuple[StatePolicy, ...] = (StatePolicy.of(state),)
     offloadable = None
     if movable or not states[0].idle:
-        offloadable = offloadable_of(asked.model, uses_of(asked.model, _calls(network.graph)))
+        offloadable = offloadable_of(asked.model, uses_of(asked.model, calls_of(network.graph)))
         states = ladder({item.name: item.bytes for item in offloadable.items}) if movable else states
     return Settings(
         network.budget,
@@ -250,7 +250,7 @@ def manage(asked: Request, network: Network) -> tuple[ManagedForward, FormatTria
     managed_forward = ManagedForward(asked.model, way.settings, way.costs, network.inner)
     key = managed_forward.key(*call)
     managed_forward.admit(key, *call, graph=way.graph, found=way.found)
-    run_trial_steps(managed_forward, key, *call, network.on_output, way.graph)
+    run_trial_steps(managed_forward, key, *call, network.on_output, way.graph, asked.optimizer)
     return managed_forward, way
 
 
@@ -288,9 +288,10 @@ def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -
     """Where the plan says that state lives below the device, let it; and further down, should that be needed."""
     where, states = managed_forward.plan.state, managed_forward.settings.states
     if len(states) > 1 or not where.idle:
-        managed_forward.placement = StatePlacement(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
+        managed_forward.placement = StatePlacement(weakref.ref(in_parts(optimizer)), tuple(calls_of(graph)), where)
         managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
         managed_forward.placement.start(managed_forward)
+        managed_forward.give_back()  # what has left, so that training begins with what was tried
 
 
 def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -323,11 +324,6 @@ def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...],
         return found
 
     managed_forward.choice = GraphChoice(as_graphs, make, copied)
-
-
-def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:
-    """Name, block and parameters of every call."""
-    return [(name, call.block, call.parameters) for name, call in graph.calls.items()]
 
 
 def _announced(asked: Request, plan: MemoryPlan | StreamedStep | CompiledPlan, budget: int | None) -> nn.Module:

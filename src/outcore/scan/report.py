@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -70,16 +71,30 @@ class SolveOutcome:
     @property
     def correction(self) -> float:
         """Largest change of a state in the last of them, where it was asked for."""
-        return self._correction if self._changes is None else float(self._changes.max())
+        return self._correction if self._changes is None else float(_brought(self._changes, self.known).max())
 
     def _read(self) -> tuple[str, int]:
         if self._cells is None:
             return self._solver, self._sweeps
-        *failed, overflow = self._cells.tolist()
+        *failed, overflow = _brought(self._cells, self.known).tolist()
         tried = abs(self._sweeps)
         if self._sweeps < 0 and not failed[tried - 1]:
             return "relaxation", 1 + sum(failed[:tried])
         return ("sequential", tried + 2) if overflow else (self._solver, tried + 1)
+
+
+def _brought(numbers: Tensor, written: bool) -> Tensor:
+    """Numbers on the host; those that were written already, without waiting for what the device was told since."""
+    if not written or not numbers.is_cuda:
+        return numbers.cpu()
+    with torch.cuda.stream(_reading(numbers.device)):
+        return numbers.cpu()
+
+
+@functools.cache
+def _reading(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which nothing is queued but what is read."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(slots=True)

@@ -95,11 +95,17 @@ class SplitLayout:
     """How values of the boundary become whole."""
     borders: dict[str, tuple[tuple[Region, ...], ...]] = field(default_factory=dict)
     """By early value, by rank: the strips that are computed ahead of the rest."""
+    twice: frozenset[str] = frozenset()
+    """Values whose halo is computed on both sides, although an exchange would be the rule."""
 
     @property
     def positions(self) -> dict[str, int]:
         """A number for each node, from which the names of its messages follow."""
         return {node.output: i for i, node in enumerate(self.extent.nodes)}
+
+    def overlaps(self, node: RegionNode) -> bool:
+        """Whether a node makes or reads a value whose halo is computed on both sides."""
+        return not self.twice.isdisjoint((node.output, *node.values))
 
     def shares(self, node: RegionNode) -> list[float]:
         """The part of a node's work on the whole image that each rank does."""
@@ -148,6 +154,7 @@ def lay_out(
         if network.is_streamed(v):
             _want(ranks, v, owners[v])
     exchanged: list[tuple[str, tuple[Region | None, ...]]] = []
+    overlapped: set[str] = set()
     for node in reversed(extent.nodes):
         if node.kind == "reduction":
             _want(ranks, node.values[0], owners[node.values[0]])
@@ -158,9 +165,12 @@ def lay_out(
             _want(ranks, node.output, list(_whole(network, node.output, count, range(count))))
         wanted = tuple(r.held.get(node.output) for r in ranks)
         outside = not all(contains(o, w) for o, w in zip(owners[node.output], wanted, strict=True))
-        exchange = outside and not small and is_heavy(node) and node.output not in twice
+        ruled = outside and not small and is_heavy(node)
+        exchange = ruled and node.output not in twice
         if exchange:
             exchanged.append((node.output, wanted))
+        elif ruled:
+            overlapped.add(node.output)
         for rank, regions in enumerate(ranks):
             own = owners[node.output][rank]
             out = own if exchange else wanted[rank]
@@ -183,7 +193,7 @@ def lay_out(
     }
     completed = _completions(extent, exchanges, ranks)
     borders = {v: _borders(e) for v, e in exchanges.items() if early is None or v in early}
-    return SplitLayout(network, grid, extent, ranks, exchanges, completed, gathers, borders)
+    return SplitLayout(network, grid, extent, ranks, exchanges, completed, gathers, borders, frozenset(overlapped))
 
 
 def _want(ranks: tuple[RankRegions, ...], value: str, regions: list[Region | None]) -> None:

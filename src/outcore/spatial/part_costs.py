@@ -7,8 +7,14 @@ number of pixels), and at times less, where a part fits a cache that the whole d
 ranks, so one rank measures it alone: it runs its part forward and backward with neighbours that answer at once with
 zeros (`SilentRanks`). What it took beyond its share is added to the script of every layout of that network.
 
-Forward is timed node by node. Backward is autograd's, and is timed as a whole; what it took beyond its share is laid on
+Forward is timed node by node, on a GPU by the device's own clock: a host that waits for the device after every node
+would add a launch to each. Backward is autograd's, and is timed as a whole; what it took beyond its share is laid on
 nodes as forward's excess is. What messages take on top is the link's (`Link.host_s`).
+
+A halo that is computed on both sides, instead of exchanged, costs more than its pixels: who reads the value takes a
+part of it, and its gradient has to be put back. So two more layouts are measured, in which every second halo is
+computed twice, first the even ones, then the odd; what nodes that make or read such a value take there counts wherever
+a layout does so.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -46,37 +53,46 @@ class PartCosts:
     backward_s: Mapping[str, float] = field(default_factory=dict)
     exchange_s: tuple[float, float] = (0.0, 0.0)
     """Of an exchange beside its messages, forward and backward."""
+    overlap_forward_s: Mapping[str, float] = field(default_factory=dict)
+    """The same for nodes that make or read a value whose halo is computed on both sides."""
+    overlap_backward_s: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, value: str, *, backward: bool) -> float:
+    def of(self, value: str, *, backward: bool, overlaps: bool = False) -> float:
         """That of one node, one way."""
-        return (self.backward_s if backward else self.forward_s).get(value, 0.0)
+        usual = (self.backward_s if backward else self.forward_s).get(value, 0.0)
+        if not overlaps:
+            return usual
+        return (self.overlap_backward_s if backward else self.overlap_forward_s).get(value, usual)
+
+
+_Moment = Any  # seconds of the host's clock, or an event of a GPU
 
 
 class _TimedRun(SplitRun):
-    """A forward that notes what each node and each exchange takes."""
+    """A forward that notes when each node and each exchange begins and ends."""
 
-    times: dict[str, float]
-    exchanges_s: float
+    nodes: dict[str, tuple[_Moment, _Moment]]
+    exchanges: list[tuple[_Moment, _Moment]]
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """The same values."""
-        self.times, self.exchanges_s = {}, 0.0
+        self.nodes, self.exchanges = {}, []
         return super().run(inputs)
 
     def _node(self, node: RegionNode) -> None:
-        began = _now(self.state.device)
+        began = _mark(self.state.device)
         super()._node(node)
-        self.times[node.output] = _now(self.state.device) - began
+        self.nodes[node.output] = began, _mark(self.state.device)
 
     def _post(self, node: RegionNode) -> None:
-        began = _now(self.state.device)
+        began = _mark(self.state.device)
         super()._post(node)
-        self.exchanges_s += _now(self.state.device) - began
+        self.exchanges.append((began, _mark(self.state.device)))
 
     def _complete(self, value: str) -> None:
-        began = _now(self.state.device)
+        began = _mark(self.state.device)
         super()._complete(value)
-        self.exchanges_s += _now(self.state.device) - began
+        self.exchanges.append((began, _mark(self.state.device)))
 
 
 def measure_part(
@@ -109,47 +125,96 @@ def measure_part(
     extent = split_extent(network, counts)
     if not extent.calls:
         raise PlanError(f"nothing of {graph.root.type} can be split, so there is no part to measure")
-    layout = lay_out(network, extent, PartGrid(counts), whole_on=())
+    part = _Part(job, network, batch, torch.device(device), steps)
     weights = weights_on(machine, graph, costs)
-    where = torch.device(device)
-    model = job.model().to(where).train()
-    given = job.made_batch(batch)[0]
-    tensors = given if isinstance(given, (tuple, list)) else (given,)
-    inputs = {name: t.to(where) for name, t in zip(graph.inputs, tensors, strict=True)}
-    constants = {name: t.to(where) for name, t in network.recording.constants.items()}
-    calls = {s.name: s for s in network.recording.steps}
+    layout = lay_out(network, extent, PartGrid(counts), whole_on=())
+    found = _beyond_the_share(part.measure(layout), weights)
+    for half in (list(layout.exchanges)[::2], list(layout.exchanges)[1::2]):
+        if half:
+            overlapped = lay_out(network, extent, PartGrid(counts), twice=half, whole_on=())
+            found = _with_overlaps(found, part.measure(overlapped), weights)
+    return found
 
-    def one() -> tuple[dict[str, float], float, float]:
-        comm = SilentRanks(0, len(layout.grid))
-        run = _TimedRun(layout, SplitState(comm, where, model, constants, calls, network.recording.ambient))
-        made = [t for t in run.run(inputs).values() if t.requires_grad]
+
+@dataclass(frozen=True)
+class _PartTimes:
+    """Seconds that a rank's part took in a layout."""
+
+    layout: SplitLayout
+    forward: Mapping[str, float]
+    """Of every node."""
+    exchanges_s: float
+    """Of all exchanges, forward."""
+    back_s: float
+    """Of the whole backward."""
+
+
+class _Part:
+    """The first rank's part of a network on a device, with silent neighbours."""
+
+    def __init__(self, job: Job, network: RegionNetwork, batch: int | None, device: torch.device, steps: int) -> None:
+        self.network, self.device, self.steps = network, device, steps
+        self.model = job.model().to(device).train()
+        given = job.made_batch(batch)[0]
+        tensors = given if isinstance(given, (tuple, list)) else (given,)
+        self.inputs = {name: t.to(device) for name, t in zip(network.graph.inputs, tensors, strict=True)}
+        self.constants = {name: t.to(device) for name, t in network.recording.constants.items()}
+        self.calls = {s.name: s for s in network.recording.steps}
+
+    def measure(self, layout: SplitLayout) -> _PartTimes:
+        """Medians of some steps, of which the first two do not count."""
+        rows = [self._step(layout) for _ in range(self.steps)][_SKIPPED:]
+        return _PartTimes(
+            layout,
+            {name: statistics.median(row.forward[name] for row in rows) for name in rows[0].forward},
+            statistics.median(row.exchanges_s for row in rows),
+            statistics.median(row.back_s for row in rows),
+        )
+
+    def _step(self, layout: SplitLayout) -> _PartTimes:
+        comm, ambient = SilentRanks(0, len(layout.grid)), self.network.recording.ambient
+        state = SplitState(comm, self.device, self.model, self.constants, self.calls, ambient)
+        run = _TimedRun(layout, state)
+        made = [t for t in run.run(self.inputs).values() if t.requires_grad]
         gradients = [torch.zeros_like(t) for t in made]
-        began = _now(where)
+        began = _mark(self.device)
         torch.autograd.backward(made, gradients)
-        back_s = _now(where) - began
-        for parameter in model.parameters():
+        back_s = _between_s(began, _mark(self.device))
+        for parameter in self.model.parameters():
             parameter.grad = None
-        return run.times, run.exchanges_s, back_s
-
-    rows = [one() for _ in range(steps)][_SKIPPED:]
-    forward = {name: statistics.median(row[0][name] for row in rows) for name in rows[0][0]}
-    exchanges_s, back_s = statistics.median(row[1] for row in rows), statistics.median(row[2] for row in rows)
-    return _beyond_the_share(layout, weights, forward, exchanges_s, back_s)
+        forward = {name: _between_s(*moments) for name, moments in run.nodes.items()}
+        return _PartTimes(layout, forward, sum(_between_s(*moments) for moments in run.exchanges), back_s)
 
 
-def _beyond_the_share(
-    layout: SplitLayout, weights: CallWeights, forward: Mapping[str, float], exchanges_s: float, back_s: float
-) -> PartCosts:
+def _beyond_the_share(took: _PartTimes, weights: CallWeights) -> PartCosts:
     """What was measured less the share of what the whole takes, node by node."""
+    layout, exchanges_s = took.layout, took.exchanges_s
     ways = [_shares_s(layout, weights, lambda c: c.forward_s), _shares_s(layout, weights, lambda c: c.backward_s)]
-    excess = {name: seconds - ways[0].get(name, 0.0) for name, seconds in forward.items()}
+    excess = {name: seconds - ways[0].get(name, 0.0) for name, seconds in took.forward.items()}
     of_exchange = exchanges_s / max(1, len(layout.exchanges))
     # Backward's own excess: as much for every exchange as forward's, the rest where forward has it.
-    left = back_s - sum(ways[1].values()) - exchanges_s
+    left = took.back_s - sum(ways[1].values()) - exchanges_s
     fixed = {name: max(0.0, seconds) for name, seconds in excess.items()} if left > 0 else ways[1]
     total = sum(fixed.values()) or 1.0
     back = {name: left * part / total for name, part in fixed.items()}
     return PartCosts(excess, back, (of_exchange, of_exchange))
+
+
+def _with_overlaps(found: PartCosts, took: _PartTimes, weights: CallWeights) -> PartCosts:
+    """The same with what nodes take that make or read a value whose halo is computed on both sides: forward as
+    measured, backward an equal part of what the whole took beyond what is known."""
+    layout = took.layout
+    nodes = [node.output for node in layout.extent.nodes if layout.overlaps(node)]
+    shares = _shares_s(layout, weights, lambda c: c.forward_s)
+    known_s = sum(_shares_s(layout, weights, lambda c: c.backward_s).values()) + sum(found.backward_s.values())
+    left = took.back_s - known_s - found.exchange_s[1] * len(layout.exchanges)
+    forward = {name: took.forward[name] - shares.get(name, 0.0) for name in nodes}
+    backward = {name: found.of(name, backward=True) + left / len(nodes) for name in nodes}
+    return replace(
+        found,
+        overlap_forward_s={**found.overlap_forward_s, **forward},
+        overlap_backward_s={**found.overlap_backward_s, **backward},
+    )
 
 
 def _shares_s(layout: SplitLayout, weights: CallWeights, way: Callable[[CallWeight], float]) -> dict[str, float]:
@@ -162,7 +227,16 @@ def _shares_s(layout: SplitLayout, weights: CallWeights, way: Callable[[CallWeig
     return found
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _mark(device: torch.device) -> _Moment:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between_s(began: _Moment, ended: _Moment) -> float:
+    if isinstance(began, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) * 1e-3

@@ -98,12 +98,12 @@ class _Scripts:
     def _node(self, node: RegionNode) -> tuple[list[_Action], list[_Action]]:
         """What a node does forward, and backward in the order of doing."""
         if node.norm is not None:  # its cost is in the norm's call, its sum in backward comes there
-            ways = [self.parts.of(node.output, backward=way) for way in (False, True)]
+            ways = self._beyond(node)
             taken, back = ([PartCompute((s,) * self.count)] if s > 0 else [] for s in ways)
             return [*taken, *self._sum(node, node.output)], [*back]
         cost, outputs = self.weights.calls[node.call], max(1, len(self.network.graph.calls[node.call].outputs))
         shares = [self.fraction * share for share in self.layout.shares(node)]
-        beyond = [self.parts.of(node.output, backward=way) for way in (False, True)]
+        beyond = self._beyond(node)
         forward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, beyond[0], backward=False))]
         backward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, beyond[1], backward=True))]
         if isinstance(node.rule, Apply) and self._graded(node.output):
@@ -112,6 +112,11 @@ class _Scripts:
             forward += self._sum(node, node.output)
             backward = [*self._sum(node, f"{node.output} back"), *backward] if self._graded(node.output) else backward
         return forward, backward
+
+    def _beyond(self, node: RegionNode) -> list[float]:
+        """What a node takes beyond its share, forward and backward."""
+        overlaps = self.layout.overlaps(node)
+        return [self.parts.of(node.output, backward=way, overlaps=overlaps) for way in (False, True)]
 
     def _borders(self, node: RegionNode) -> tuple[PartCompute, PartCompute]:
         """What the strips of an early value take, forward and backward."""

@@ -173,3 +173,30 @@ def test_a_result_that_is_written_into_after_forward_is_noticed(policy: dict[str
         output.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
+
+
+class TwoResults(nn.Module):
+    """Returns a value that its own backward needs, and that others are made again from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.tanh, self.gate = nn.Linear(16, 16), nn.Linear(16, 16), nn.Tanh(), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = self.tanh(self.first(x))
+        return inner, self.gate(self.second(inner)) * 2
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_a_kept_value_that_is_written_into_after_forward_is_noticed(policy: str) -> None:
+    model = TwoResults()
+    x = torch.randn(256, 16)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    plain = copy.deepcopy(model)
+    plan = {"gate#0:out": "recompute", "second#0:out": policy, "tanh#0:out": "keep"}
+    outcore.within(model, (x,), memory=None, plan=plan, costs=costs, quiet=True)
+    for one in (plain, model):
+        inner, output = one(x)
+        inner.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()

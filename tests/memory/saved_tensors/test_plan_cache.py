@@ -96,10 +96,11 @@ def test_the_step_need_not_be_tried_twice(searches: list[int], monkeypatch: pyte
     model = within(net(), "70%")
     managed_forward = model.__dict__["forward"]
     costs, settings = managed_forward.costs, managed_forward.settings
-    assert plan_cache.known_overhead(costs, settings) is None
-    plan_cache.remember_overhead(costs, settings, 123)
+    assert plan_cache.known_overhead(costs, settings, limited=False) is None
+    plan_cache.remember_overhead(costs, settings, 123, 1, limited=False)
     forget(monkeypatch)
-    assert plan_cache.known_overhead(costs, settings) == 123
+    assert plan_cache.known_overhead(costs, settings, limited=False) == (123, 1)
+    assert plan_cache.known_overhead(costs, settings, limited=True) is None  # a limit has to be larger
 
 
 def branched(seed: int) -> nn.Module:

@@ -107,13 +107,13 @@ def test_a_second_start_takes_no_steps(tmp_path: object, monkeypatch: pytest.Mon
     from outcore.memory.saved_tensors import trial_steps
 
     taken: list[int] = []
-    real = trial_steps._reserved
+    real = trial_steps._Trial.reserved
 
     def counting(*given: object, **named: object) -> int:
         taken.append(1)
         return real(*given, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trial_steps, "_reserved", counting)
+    monkeypatch.setattr(trial_steps._Trial, "reserved", counting)
     images = torch.randn(32, 3, 128, 128, device="cuda")
     for _ in range(2):
         first = len(taken)

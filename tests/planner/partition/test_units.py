@@ -89,6 +89,12 @@ def test_weights_come_from_costs_and_missing_calls_are_named() -> None:
     issued = {n: replace(row, forward=TimedRuns.of([1.0], dispatch_s=0.5)) for n, row in rows.items()}
     weight = CallWeights.of(graph, replace(costs, calls=issued)).calls["a#0"]
     assert (weight.forward_s, weight.host_forward_s) == (1.0, 0.75)
+    # A host that takes so much longer than launching does waits for the device.
+    weight = CallWeights.of(graph, replace(costs, calls=issued, sum_dispatch_s=1e-4)).calls["a#0"]
+    assert weight.host_forward_s == pytest.approx(0.25 + 10 * 1e-4 * max(1.0, issued["a#0"].issue_forward))
+    quick = {n: replace(row, forward=TimedRuns.of([1e-5], dispatch_s=3e-4)) for n, row in rows.items()}
+    weight = CallWeights.of(graph, replace(costs, calls=quick, sum_dispatch_s=1e-4)).calls["a#0"]
+    assert weight.host_forward_s == pytest.approx(0.25 + 3e-4)  # a small call is bound by its host
     with pytest.raises(PlanError, match=r"the costs say nothing of a#0 \(and 4 other calls of 5\)"):
         CallWeights.of(graph, replace(costs, calls={}))
 

@@ -19,12 +19,14 @@ from outcore.planner.pipeline.plan_job import weights_on
 RATE = 1e9
 
 
-def units(*, forward_s: float, backward_s: float, overhead_s: float = 0.0, rate: float = RATE) -> WeightedUnits:
+def units(*, forward_s: float, backward_s: float, fixed_s: float = 0.0, rate: float = RATE) -> WeightedUnits:
     """One layer of a million bytes of parameters beside one without any."""
     graph = outcore.capture(nn.Sequential(nn.Linear(500, 500, bias=False), nn.ReLU()), (torch.zeros(8, 500),))
     linear, relu = graph.calls
-    rows = {linear: CallWeight(forward_s, backward_s, parameters=("0.weight",)), relu: CallWeight(0.1, 0.1)}
-    weights = CallWeights(rows, {"0.weight": 1_000_000}, overhead_s=overhead_s, parameter_bytes_per_s=rate)
+    measured = {"fixed_forward_s": fixed_s, "fixed_backward_s": fixed_s}
+    one = CallWeight(forward_s, backward_s, parameters=("0.weight",), **measured)
+    rows = {linear: one, relu: CallWeight(0.1, 0.1, **measured)}
+    weights = CallWeights(rows, {"0.weight": 1_000_000}, parameter_bytes_per_s=rate)
     return weigh(graph, weights, find_units(graph, weights, "layer"))
 
 
@@ -49,13 +51,16 @@ def test_a_part_never_takes_more_than_the_whole_but_for_adding() -> None:
     assert part.backward_s[0] == pytest.approx(whole.backward_s[0] + 0.5 * 0.003)
 
 
-def test_calls_have_an_overhead_in_either_direction() -> None:
-    part = units(forward_s=0.2, backward_s=0.4, overhead_s=0.01, rate=float("inf")).scaled(0.5, 2)
+def test_what_was_measured_of_a_part_counts_in_either_direction_and_in_place_of_parameters() -> None:
+    part = units(forward_s=0.2, backward_s=0.4, fixed_s=0.01).scaled(0.5, 2)
+    adding = 0.5 * 0.003
+    assert part.backward_s[0] == pytest.approx(0.01 + 0.39 / 2 + adding)
+    part = units(forward_s=0.2, backward_s=0.4, fixed_s=0.01, rate=float("inf")).scaled(0.5, 2)
     assert part.forward_s[0] == pytest.approx(0.01 + 0.19 / 2) and part.backward_s[0] == pytest.approx(0.01 + 0.39 / 2)
 
 
 def test_the_whole_batch_takes_what_was_measured() -> None:
-    whole = units(forward_s=0.2, backward_s=0.4, overhead_s=0.01)
+    whole = units(forward_s=0.2, backward_s=0.4, fixed_s=0.01)
     assert whole.scaled(1.0) is whole
 
 

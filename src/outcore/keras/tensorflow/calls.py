@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.errors import ModelError
-from outcore.keras.symbolic import graph_of_class
+from outcore.keras.symbolic import fixed_mode, graph_of_class
 from outcore.keras.twin import Slot, leaves, substitute
 
 __all__ = ["Call", "Calls", "OrderedCall", "functional_of", "list_calls", "run_call", "traced_functional"]
@@ -80,7 +80,7 @@ def traced_functional(keras: Any, model: Any) -> Any:
     """The functional model inside a model, or one that is made by calling its class on symbolic tensors."""
     found = functional_of(keras, model)
     if found is None and not isinstance(model, keras.Sequential):
-        found = graph_of_class(keras, model, model.name, training=True)
+        found = graph_of_class(keras, model, model.name)
     return found
 
 
@@ -93,37 +93,37 @@ def list_calls(keras: Any, model: Any, functional: Any = None) -> Calls:
     functional = functional if functional is not None else traced_functional(keras, model)
     if functional is None:
         raise ModelError(f"{model.name} is not built; call it once on a batch")
-    listing = _Listing(keras, functional_of(keras, model) is None)
+    listing = _Listing(keras)
     slots = [listing.new() for _ in functional.inputs]
-    result = listing.walk(functional, slots, model.name, None)
+    result = listing.walk(functional, slots, model.name, None, False)
     return Calls(tuple(listing.calls), tuple(slots), substitute(result, Slot))
 
 
 class _Listing:
-    def __init__(self, keras: Any, traced: bool) -> None:
-        self.keras, self.calls, self.count, self.traced = keras, list[Call](), 0, traced
+    def __init__(self, keras: Any) -> None:
+        self.keras, self.calls, self.count = keras, list[Call](), 0
 
     def new(self) -> int:
         self.count += 1
         return self.count - 1
 
-    def walk(self, graph: Any, inputs: Iterable[int], path: str, training: Any) -> Any:
-        """Append the calls of a graph; the numbers of its outputs, in their structure."""
+    def walk(self, graph: Any, inputs: Iterable[int], path: str, training: Any, fixed: bool) -> Any:
+        """Append the calls of a graph, which is called so; the numbers of its outputs, in their structure."""
         numbers = {id(tensor): number for tensor, number in zip(graph.inputs, inputs, strict=True)}
         for depth in sorted(graph._nodes_by_depth, reverse=True):
             for node in graph._nodes_by_depth[depth]:
                 if node.is_input or any(id(tensor) not in numbers for tensor in node.arguments.keras_tensors):
                     continue
-                self._node(node, numbers, path, training)
+                known = training if training is not None else node.arguments.kwargs.get("training")
+                self._node(node, numbers, path, known, fixed or fixed_mode(graph, node) is not None)
         return substitute(graph._outputs_struct, lambda tensor: numbers[id(tensor)])
 
-    def _node(self, node: Any, numbers: dict[int, int], path: str, training: Any) -> None:
+    def _node(self, node: Any, numbers: dict[int, int], path: str, training: Any, fixed: bool) -> None:
         operation, path = node.operation, f"{path}/{node.operation.name}"
         inner = self._inlined(node)
-        own = training if training is not None else node.arguments.kwargs.get("training")
         if inner is not None:
             given = [numbers[id(tensor)] for tensor in leaves(node.arguments.args[0])]
-            made = self.walk(inner, given, path, own)
+            made = self.walk(inner, given, path, training, fixed)
             for tensor, number in zip(node.outputs, leaves(made), strict=True):
                 numbers[id(tensor)] = number
             return
@@ -135,7 +135,7 @@ class _Listing:
         for tensor in node.outputs:
             numbers[id(tensor)] = self.new()
         outputs = tuple(numbers[id(tensor)] for tensor in node.outputs)
-        self.calls.append(Call(path, operation, args, kwargs, outputs, own, self.traced and own is not None))
+        self.calls.append(Call(path, operation, args, kwargs, outputs, training, fixed))
 
     def _inlined(self, node: Any) -> Any:
         """The graph of a nested model whose inputs arrive as it declares them; of anything else none."""

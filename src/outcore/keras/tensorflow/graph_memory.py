@@ -2,7 +2,7 @@
 
 A traced function says what decides its memory: the operations, what each reads, and the size of every tensor.
 TensorFlow's executor runs an operation when its inputs are there, first come first served, and frees a tensor after its
-last reader. So the peak is found by doing just that, without running anything, with one thread and with two:
+last reader. So the peak is found by doing just that, without running anything (`executor`):
 
 - an operation that only renames a tensor (identity, reshape) makes nothing new; reading a variable gives its buffer;
 - an elementwise operation writes over an input that nothing else will read, as TensorFlow's kernels do;
@@ -10,9 +10,10 @@ last reader. So the peak is found by doing just that, without running anything, 
 - what is taken and freed goes through a simulation of TensorFlow's allocator (`bfc_allocator`), which rounds.
 
 How much it rounds depends on where free memory lies, and so on all that the process did before: the same step was seen
-to take 103 and 120 MiB. So a step is also replayed after some histories, drawn at random, in which values like its own
-were alive while variables were made; the peak is the largest of all, the spread how far it is above that of a process
-that did nothing before.
+to take 103 and 120 MiB. And how long values live depends on how long operations take on their threads: of 30 steps in a
+row, the tensors of one took 13 MiB and of another 20. So a step is also replayed after some histories, drawn at random,
+in which values like its own were alive while variables were made, with times that are drawn too; the peak is the
+largest of all.
 
 This is what `tf.config.experimental.get_memory_info` measures, on a CPU as on a GPU. Not in the prediction: most
 scratch memory inside kernels, what loops of recurrent layers collect, and XLA, without which a planned step runs.
@@ -22,14 +23,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.keras.tensorflow.bfc_allocator import BestFitAllocator
+from outcore.keras.tensorflow.executor import Executor, tensor_bytes
 
-__all__ = ["GraphMemory", "buffers_of", "graph_memory", "tensor_bytes"]
+__all__ = ["GraphMemory", "buffers_of", "graph_memory"]
 
 _ALIASES = {
     "Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient", "EnsureShape",
@@ -45,9 +47,7 @@ _IN_PLACE = {
     "SquaredDifference",
 }  # fmt: skip
 
-_WORKERS = (1, 2)
-"""Operations that run at once. TensorFlow has a thread per core, but few operations of a chain are ready together."""
-_HISTORIES = 12
+_HISTORIES = 60
 """How many histories are drawn."""
 _COLUMNS = {"Conv2DBackpropFilter": 0, "Conv2DBackpropInput": 2}
 """Convolutions whose backward, in float64, unfolds at least one image into columns; the input that says its size."""
@@ -59,19 +59,11 @@ class GraphMemory:
 
     peak_bytes: int = 0
     spread_bytes: int = 0
-    """How much of the peak is due to what the process did before."""
+    """How far the peak is above that of half of all histories."""
     at: str = ""
     """The operation at the peak."""
     unknown: list[str] = field(default_factory=list)
     """Operations whose outputs have no known size."""
-
-
-def tensor_bytes(tensor: Any) -> int | None:
-    """The size of a tensor, or none if it is not known; handles have none to speak of."""
-    if tensor.dtype.name in ("resource", "variant", "string"):
-        return 0
-    shape = tensor.shape
-    return math.prod(shape) * int(tensor.dtype.size) if shape.is_fully_defined() else None
 
 
 def buffers_of(operations: list[Any]) -> dict[Any, Any]:
@@ -84,91 +76,110 @@ def buffers_of(operations: list[Any]) -> dict[Any, Any]:
     return owner
 
 
-def graph_memory(graph: Any, standing: Sequence[int] = (), steps: int = 2) -> GraphMemory:
+def graph_memory(graph: Any, standing: Sequence[int] = (), steps: int = 2, workers: int = 2) -> GraphMemory:
     """The peak of a traced function's graph, run some times.
 
     Args:
         graph: of a function.
         standing: sizes of what is there before and after: variables, inputs.
         steps: how often it runs; memory that one run frees is laid out otherwise for the next.
+        workers: operations that may run at once.
     """
     wanted = _reached(graph)
     run = _Run([op for op in graph.get_operations() if op in wanted], graph.outputs)
     found = GraphMemory(unknown=run.unknown)
-    for workers in _WORKERS:
-        allocator = BestFitAllocator()
+    for number in range(1, workers + 1):
+        allocator, events, at = BestFitAllocator(), list(run.executor.run(number)), ""
         for size in standing:
             allocator.take(size)
-        at = ""
         for _ in range(steps):
-            at = run.replay(allocator, workers) or at
+            at = run.replay(allocator, events) or at
         if allocator.peak > found.peak_bytes:
             found.peak_bytes, found.at = allocator.peak, at
-    fresh = found.peak_bytes
+    fresh, peaks = found.peak_bytes, list[int]()
     for number in range(_HISTORIES):
-        allocator = run.after_a_history(standing, fresh, random.Random(number))
+        draw = random.Random(number)
+        allocator = run.after_a_history(standing, fresh, draw)
         for _ in range(steps):
-            run.replay(allocator, _WORKERS[number % len(_WORKERS)])
-        found.peak_bytes = max(found.peak_bytes, allocator.peak)
-    found.spread_bytes = found.peak_bytes - fresh
+            run.replay(allocator, run.executor.run(workers if number % 4 else 1, draw))
+        peaks.append(allocator.peak)
+    found.peak_bytes = max(fresh, *peaks) if peaks else fresh
+    found.spread_bytes = found.peak_bytes - int(statistics.median(peaks or [fresh]))
     return found
 
 
 class _Run:
-    """The operations of a graph in the order in which they run, with the memory each makes and frees."""
+    """The operations of a graph, by number, with the numbered buffers that each makes and reads."""
 
     def __init__(self, order: list[Any], outputs: list[Any]) -> None:
-        self.owner = buffers_of(order)
-        self.order = order
-        self.size: dict[Any, int] = {}
+        self.executor = Executor(order)
+        self.names = [f"{op.name} ({op.type})" for op in order]
+        self.scratch = [_scratch(op) for op in order]
         self.unknown: list[str] = []
-        for op in order:
-            for tensor in op.outputs:
+        owner = buffers_of(order)
+        numbers: dict[Any, int] = {}
+        self.size: list[int] = []
+
+        def buffer(tensor: Any) -> int:
+            ref = tensor.ref()
+            ref = owner.get(ref, ref)
+            if ref not in numbers:
+                numbers[ref] = len(self.size)
+                self.size.append(0)
+            return numbers[ref]
+
+        self.made: list[list[int]] = []
+        """Buffers of outputs, where they are not those of inputs."""
+        self.outputs: list[list[int]] = []
+        self.inputs: list[list[int]] = []
+        self.in_place: list[bool] = []
+        for op, name in zip(order, self.names, strict=True):
+            found = [buffer(t) for t in op.outputs]
+            for number, tensor in zip(found, op.outputs, strict=True):
                 n = 0 if op.type in _NOTHING else tensor_bytes(tensor)
                 if n is None:
-                    self.unknown.append(f"{op.name} ({op.type})")
-                self.size[tensor.ref()] = n or 0
-        self.inputs = {op: {self._buffer(t) for t in op.inputs} for op in order}
-        self.scratch = {op: _scratch(op) for op in order}
-        self.readers: dict[Any, int] = {}
-        self.returned = {self._buffer(t) for t in outputs}
-        for op in order:
-            for ref in self.inputs[op]:
-                self.readers[ref] = self.readers.get(ref, 0) + 1
-        for ref in self.returned:
-            self.readers[ref] = self.readers.get(ref, 0) + 1  # the caller
-        self.executed = {workers: list(_as_executed(order, workers)) for workers in _WORKERS}
+                    self.unknown.append(name)
+                if op.type not in _ALIASES:
+                    self.size[number] = n or 0
+            self.outputs.append(found)
+            self.made.append([] if op.type in _ALIASES else found)
+            self.inputs.append(list(dict.fromkeys(buffer(t) for t in op.inputs)))
+            self.in_place.append(op.type in _IN_PLACE)
+        returned = {buffer(t) for t in outputs}
+        self.readers = [0] * len(self.size)
+        for number in (*(n for read in self.inputs for n in read), *returned):
+            self.readers[number] += 1  # the caller reads what is returned
 
-    def _buffer(self, tensor: Any) -> Any:
-        return self.owner.get(tensor.ref(), tensor.ref())
-
-    def replay(self, allocator: BestFitAllocator, workers: int) -> str:
-        """One run by so many threads; the operation at a new peak, if there was one."""
-        readers, held, at = dict(self.readers), dict[Any, Any](), ""
-        for together in self.executed[workers]:
-            most, scratch = allocator.peak, []
-            for op in together:
+    def replay(self, allocator: BestFitAllocator, events: Iterable[tuple[int, bool]]) -> str:
+        """One run, by what begins and ends; the operation at a new peak, if there was one."""
+        readers, held, at = list(self.readers), dict[int, Any](), -1
+        scratch: dict[int, Any] = {}
+        for op, begins in events:
+            if begins:
+                most = allocator.peak
                 self._allocate(op, readers, held, allocator)
-                scratch.append(allocator.take(self.scratch[op]))
-            if allocator.peak > most:
-                at = f"{together[-1].name} ({together[-1].type})"
-            for op, chunk in zip(together, scratch, strict=True):
-                allocator.give(chunk)
-                for ref in self.inputs[op]:
-                    readers[ref] -= 1
-                    if not readers[ref]:
-                        allocator.give(held.pop(ref, None))
-                for tensor in op.outputs:
-                    if not readers.get(self.owner[tensor.ref()]):
-                        allocator.give(held.pop(self.owner[tensor.ref()], None))
-        for ref in list(held):
-            allocator.give(held.pop(ref))
-        return at
+                if self.scratch[op]:
+                    scratch[op] = allocator.take(self.scratch[op])
+                if allocator.peak > most:
+                    at = op
+                continue
+            if op in scratch:
+                allocator.give(scratch.pop(op))
+            for number in self.inputs[op]:
+                readers[number] -= 1
+                if not readers[number]:
+                    allocator.give(held.pop(number, None))
+            for number in self.outputs[op]:
+                if not readers[number]:
+                    allocator.give(held.pop(number, None))
+        for chunk in held.values():
+            allocator.give(chunk)
+        return self.names[at] if at >= 0 else ""
 
     def after_a_history(self, standing: Sequence[int], most_bytes: int, draw: random.Random) -> BestFitAllocator:
         """An allocator in which values like those of this graph were alive while what stands throughout was made."""
         allocator = BestFitAllocator()
-        sizes = [size for size in self.size.values() if size]
+        sizes = [size for size in self.size if size]
         passing, left = list[int](), most_bytes * draw.uniform(0.3, 1.5)
         while sizes and left > 0:
             passing.append(draw.choice(sizes))
@@ -182,16 +193,13 @@ class _Run:
         allocator.peak = allocator.in_use
         return allocator
 
-    def _allocate(self, op: Any, readers: dict[Any, int], held: dict[Any, Any], allocator: BestFitAllocator) -> None:
+    def _allocate(self, op: int, readers: list[int], held: dict[int, Any], allocator: BestFitAllocator) -> None:
         """Memory for the outputs of an operation, or that of an input that nothing else will read."""
-        size, mine = self.size, set(self.inputs[op])
-        for ref in [self.owner[t.ref()] for t in op.outputs] if op.type not in _ALIASES else []:
-            same = next((r for r in mine if readers[r] == 1 and r in held and size[r] == size[ref]), None)
-            if op.type in _IN_PLACE and same is not None:
-                mine.discard(same)
-                held[ref] = held.pop(same)
-            else:
-                held[ref] = allocator.take(size[ref])
+        mine = self.inputs[op] if self.in_place[op] else []
+        for number in self.made[op]:
+            size = self.size[number]
+            same = next((n for n in mine if readers[n] == 1 and n in held and self.size[n] == size), None)
+            held[number] = allocator.take(size) if same is None else held.pop(same)
 
 
 def _scratch(op: Any) -> int:
@@ -219,27 +227,6 @@ def _reached(graph: Any) -> set[Any]:
             stack += [tensor.op for tensor in op.inputs]
             stack += op.control_inputs
     return seen
-
-
-def _as_executed(order: list[Any], workers: int) -> Iterator[list[Any]]:
-    """The operations first come, first served, some at once: each is queued when the last of its inputs is made."""
-    inside = set(order)
-    waits: dict[Any, int] = {}
-    followers: dict[Any, list[Any]] = {}
-    for op in order:
-        before = {t.op for t in op.inputs if t.op in inside} | {c for c in op.control_inputs if c in inside}
-        waits[op] = len(before)
-        for earlier in before:
-            followers.setdefault(earlier, []).append(op)
-    place = {op: number for number, op in enumerate(order)}
-    ready = deque(op for op in order if not waits[op])
-    while ready:
-        together = [ready.popleft() for _ in range(min(workers, len(ready)))]
-        yield together
-        for later in sorted((f for op in together for f in followers.get(op, ())), key=place.__getitem__):
-            waits[later] -= 1
-            if not waits[later]:
-                ready.append(later)
 
 
 def _inner_peak(op: Any) -> int:

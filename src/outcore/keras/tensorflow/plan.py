@@ -36,7 +36,7 @@ _LAST = 2
 """Of the tries, those that recompute all they can, where nothing else has fitted."""
 _MARGIN = 0.97
 """Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
-_AGAIN = 1.04
+_AGAIN = 1.1
 """What a trial may take, over what the one before took."""
 
 
@@ -150,6 +150,17 @@ def _candidates(estimate: _Estimate, budget_bytes: float) -> Iterator[tuple[floa
         yield work / estimate.total_work, peak, segments
 
 
+def _ordered(facts: StepFacts, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """The same, with kept segments behind recomputed ones differentiated one after the other."""
+    first = next((s.start for s in segments if s.recompute), None)
+    return tuple(
+        replace(s, ordered=all(call.pure for call in facts.calls[s.start : s.stop]))
+        if first is not None and s.start > first and not s.recompute
+        else s
+        for s in segments
+    )
+
+
 def choose(
     calls: Calls,
     facts: StepFacts,
@@ -190,8 +201,9 @@ def choose(
         fresh = [c for c in found if c[2] not in tried]
         if not fresh:
             break
-        work, guess, segments = fresh[0]
-        tried.add(segments)
+        work, guess, plain_segments = fresh[0]
+        tried.add(plain_segments)
+        segments = _ordered(facts, plain_segments)
         made = Choice(segments, work, traced_peak(segments))
         fits = made.peak_bytes <= allowed_bytes
         if fits:

@@ -8,7 +8,10 @@ new statistics and seeds are results, which are assigned once, after the first r
 arguments, so it gives the same values bit for bit; gradients from several segments are added in another order.
 
 In a graph the second run must wait for the gradient of the segment's output. Its arguments pass an identity that has
-this gradient as a control input; that also keeps the graph's optimizer from merging both runs.
+this gradient as a control input; that also keeps the graph's optimizer from merging both runs. And it must wait for all
+gradients of the segments behind it: gradients of kernels are slow, nothing else needs them soon, and while one thread
+computes them another would run the next segment again, with what both hold in memory. So a segment that is *kept*
+between recomputed ones is a function with a gradient of its own too, that of its first run.
 
 Masks that Keras attaches to tensors are carried in and out beside them. What is not a dense tensor, and layers that add
 losses of their own, stay in segments that are kept.
@@ -34,6 +37,8 @@ class Segment:
     start: int
     stop: int
     recompute: bool = False
+    ordered: bool = False
+    """Whether, kept, its gradients are all made before backward goes on with the segment in front of it."""
 
 
 class _Boundary:
@@ -71,8 +76,9 @@ class SegmentedCall(OrderedCall):
         for segment in self.segments:
             boundary = self.boundary(segment)
             dense = all(isinstance(values[n], self.tf.Tensor) for n in boundary.inputs)
-            if segment.recompute and training and dense:
-                self.run_again(boundary, values, training)
+            ordered = segment.ordered and not self.tf.executing_eagerly()  # eagerly, all is in order
+            if (segment.recompute or ordered) and training and dense:
+                self.run_pure(boundary, values, training, segment.recompute)
                 for number in [n for n in values if self.last.get(n, -1) < segment.stop]:
                     del values[number]
             else:
@@ -86,8 +92,8 @@ class SegmentedCall(OrderedCall):
             self._boundaries[key] = _Boundary(self.calls, segment, self.last)
         return self._boundaries[key]
 
-    def run_again(self, boundary: _Boundary, values: dict[int, Any], training: Any) -> None:
-        """Run a segment so that backward runs it again."""
+    def run_pure(self, boundary: _Boundary, values: dict[int, Any], training: Any, again: bool) -> None:
+        """Run a segment as a function with a gradient of its own, for which it may run again."""
         tf, backend = self.tf, self.keras.src.backend
         numbers = boundary.inputs
         masks = [backend.get_keras_mask(values[n]) for n in numbers]
@@ -118,7 +124,9 @@ class SegmentedCall(OrderedCall):
             tensors = [inner[n] for n in boundary.outputs]
             return [*tensors, *(m for _, m in out_masks if m is not None), *(t for _, t in updated)]
 
-        found = recomputed(tf, self._record, pure, flat, len(flat) - len(weights) - len(state), len(state), self._done)
+        data = len(flat) - len(weights) - len(state)
+        make = recomputed if again else in_order
+        found = make(tf, self._record, pure, flat, data, len(state), self._done)
         outputs = dict(zip(boundary.outputs, found, strict=False))
         for number, m in zip(after["masks"], found[len(outputs) :], strict=False):
             backend.set_keras_mask(outputs[number], m)
@@ -140,9 +148,7 @@ def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, stat
         done: the gradients that were made last; in a graph the second run waits for them, so that what the segment
             behind this one holds is freed first.
     """
-    floating = [t.dtype.is_floating and not data <= place < data + state for place, t in enumerate(flat)]
-    watched = [bool(record.should_record_backprop([t])) for t in flat]
-    wanted = [a and b for a, b in zip(floating, watched, strict=True)] if any(watched) else floating
+    wanted = _wanted(record, flat, data, state)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
@@ -169,3 +175,40 @@ def recomputed(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, stat
 
     found = run(*flat)
     return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def in_order(tf: Any, record: Any, pure: Any, flat: list[Any], data: int, state: int, done: list[Any]) -> list[Any]:
+    """The results of a pure function in a graph, whose gradient waits for those that were made last.
+
+    The arguments are those of `recomputed`. Nothing is run again.
+    """
+    wanted = _wanted(record, flat, data, state)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def run(*arguments: Any) -> Any:
+        sources = [t for t, want in zip(arguments, wanted, strict=True) if want]
+        with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
+            tape.watch(sources)
+            results = pure(arguments)
+
+        def backward(*gradients: Any) -> list[Any]:
+            graph = tf.compat.v1.get_default_graph()
+            with tf.control_dependencies([t for t in done if t.graph is graph]):
+                given = [None if g is None else tf.identity(g) for g in gradients]
+            pairs = [(t, g) for t, g in zip(results, given, strict=True) if g is not None and t.dtype.is_floating]
+            found = tape.gradient([t for t, _ in pairs], sources, [g for _, g in pairs])
+            done[:] = [tf.convert_to_tensor(g) for g in found if g is not None]
+            rest = iter(found)
+            return [next(rest) if want else None for want in wanted]
+
+        return results, backward
+
+    found = run(*flat)
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def _wanted(record: Any, flat: list[Any], data: int, state: int) -> list[bool]:
+    """Which arguments have gradients: numbers that are watched, and no state."""
+    floating = [t.dtype.is_floating and not data <= place < data + state for place, t in enumerate(flat)]
+    watched = [bool(record.should_record_backprop([t])) for t in flat]
+    return [a and b for a, b in zip(floating, watched, strict=True)] if any(watched) else floating

@@ -9,13 +9,13 @@ planned step takes is found with the step of ``fit`` itself (`trial`).
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outcore.keras.tensorflow.calls import Calls, run_call
-from outcore.keras.tensorflow.graph_memory import buffers_of, tensor_bytes
+from outcore.keras.tensorflow.executor import tensor_bytes, work_of
+from outcore.keras.tensorflow.graph_memory import buffers_of
 from outcore.keras.twin import leaves
 
 __all__ = ["CallFacts", "StepFacts", "step_facts"]
@@ -95,7 +95,7 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls) -> St
         for tensor in made:
             sizes[owner[tensor.ref()]] = tensor_bytes(tensor) or 0
         saved = {owner[t.ref()]: sizes[owner[t.ref()]] for t in made if owner[t.ref()] in read}
-        work = sum(_work(op) for op in operations[before:after])
+        work = sum(work_of(op) for op in operations[before:after] if _own(op))
         pure = not added and all(isinstance(values[n], tf.Tensor) for n in call.outputs)
         facts.append(CallFacts(saved, max([tensor_bytes(t) or 0 for t in made], default=0), work, pure))
     buffer = {}
@@ -111,18 +111,3 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls) -> St
 def _own(op: Any) -> bool:
     """Whether an operation makes memory of its own."""
     return op.type not in ("ReadVariableOp", "Const", "Placeholder", "VarHandleOp")
-
-
-def _work(op: Any) -> float:
-    """Multiplications of convolutions and products, and the bytes that everything writes."""
-    moved = float(sum(tensor_bytes(t) or 0 for t in op.outputs)) if _own(op) else 0.0
-    if not op.outputs or not op.outputs[0].shape.is_fully_defined():
-        return moved
-    out = float(math.prod(op.outputs[0].shape))
-    if op.type.startswith(("Conv", "Depthwise")) and len(op.inputs) > 1 and op.inputs[1].shape.is_fully_defined():
-        kernel = op.inputs[1].shape
-        shared = kernel[-1] * (kernel[-2] if "Depthwise" in op.type else 1)
-        return moved + out * float(math.prod(kernel) / max(1, shared))
-    if "MatMul" in op.type and op.inputs[0].shape.rank:
-        return moved + float(out) * float(op.inputs[0].shape[-1] or 1)
-    return moved

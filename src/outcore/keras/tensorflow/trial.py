@@ -14,6 +14,7 @@ import copy
 import gc
 import importlib
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from outcore.keras.fit_loss import FitLoss
 from outcore.keras.tensorflow.calls import Calls
+from outcore.keras.tensorflow.executor import threads
 from outcore.keras.tensorflow.graph_memory import graph_memory
 from outcore.keras.tensorflow.micro_batches import accumulating_step
 from outcore.keras.tensorflow.optimized_graph import optimized
@@ -74,7 +76,7 @@ class FitTrial:
         """Whether the metrics of the model take such targets."""
         self._last: tuple[tuple[Segment, ...], Any] = (), None
         self._spread: dict[tuple[Segment, ...], int] = {}
-        """How much of a predicted peak is due to what the process did before."""
+        """How far a predicted peak is above that of half of all histories."""
         self._peaks: dict[tuple[Segment, ...], int] = {}
 
     @property
@@ -94,7 +96,7 @@ class FitTrial:
                 raise
             self.measures, self._last = False, ((), None)  # metrics of one's own may ask for other targets
             function = self._traced(self.fitted(segments), inputs, targets)
-        found = graph_memory(optimized(function), self.standing)
+        found = graph_memory(optimized(function), self.standing, workers=threads(self.tf))
         self._spread[segments], self._peaks[segments] = found.spread_bytes, found.peak_bytes
         return found.peak_bytes
 
@@ -116,7 +118,7 @@ class FitTrial:
         """What some steps of ``fit`` take, with what stands throughout; none where it is not counted.
 
         What a step takes depends on where free memory lies (`graph_memory`), so it is run with some of it taken away,
-        too; the largest peak counts, or the first with the spread that the graph has.
+        too; the largest peak counts, or the middle one with the spread that the graph has.
         Twice the prediction where the device has no room for it. Not in float64, whose convolutions on a CPU unfold
         all images of a batch at once: there it is a prediction.
         """
@@ -146,7 +148,8 @@ class FitTrial:
         finally:
             for variable, value in before:
                 variable.assign(value)
-        return max(*peaks, peaks[0] + self._spread.get(segments, 0)) + sum(self.standing)
+        middle = int(statistics.median(peaks))
+        return max(*peaks, middle + self._spread.get(segments, 0)) + sum(self.standing)
 
     def _scattered(self, segments: tuple[Segment, ...], number: int) -> list[Any]:
         """A few small tensors somewhere in free memory, so that a step finds it otherwise than the last."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from outcore.graph import Graph
 from outcore.memory.offload.copy_streams import CopyStreams
 from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_storage
 from outcore.memory.param_offload.device_window import AllocatorWindow, FixedWindow
@@ -101,6 +102,11 @@ def make_buckets(
         buckets.append(Bucket(i, _parameters(m.tensor for m in members), flat_buffer))
         at += size
     return buckets, storage
+
+
+def calls_of(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:
+    """Name, block and parameters of every call of a graph."""
+    return [(name, call.block, call.parameters) for name, call in graph.calls.items()]
 
 
 def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -> list[Use]:

@@ -1,20 +1,23 @@
 """Gradients that are offloaded as they are complete and fetched for the update.
 
 When backward has accumulated all gradients of a bucket, they are gathered into one dense piece and copied off the
-device; from then on ``p.grad`` is a view of off-device storage, as ``p`` itself is, for whoever looks at it before the
+device. One that is most of its bucket is copied from where it lies, because there may be no room for a second of its
+size. From then on ``p.grad`` is a view of off-device storage, as ``p`` itself is, for whoever looks at it before the
 optimizer's step. A second backward fetches them first, because it adds to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from outcore.memory.offload.copy_streams import CopyEvent, CopyStreams
 from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_storage
 from outcore.memory.param_offload.buckets import Bucket
-from outcore.memory.param_offload.flat_buffer import movable
+from outcore.memory.param_offload.flat_buffer import FlatBuffer, movable
+from outcore.planner.memory.buckets import most_of, rounded
 
 
 class GradientStorage:
@@ -23,7 +26,7 @@ class GradientStorage:
     def __init__(self, buckets: list[Bucket], device: torch.device, copy_streams: CopyStreams) -> None:
         self.device, self.copy_streams = device, copy_streams
         self.storages: dict[int, OffDeviceStorage] = {}
-        self.copying_out: tuple[torch.Tensor, CopyEvent] | None = None
+        self.copying_out: tuple[Sequence[torch.Tensor], Sequence[CopyEvent]] | None = None
         """Memory that is still being copied out; the next copy waits for it."""
         for bucket in buckets:
             if bucket.trained and bucket.weights is not None:
@@ -38,19 +41,30 @@ class GradientStorage:
         if storage is None or not given or any(g.layout is not torch.strided or g.device != self.device for g in given):
             return None
         if self.copying_out is not None:
-            self.copying_out[1].wait()
+            for event in self.copying_out[1]:
+                event.wait()
             self.copying_out = None
-        flat = _only_gradient_flat(bucket) if len(bucket.trained) == 1 else None
-        if flat is None:
-            flat = torch.empty(bucket.weights.bytes, dtype=torch.uint8, device=self.device)
-            for member in bucket.weights.members:
-                if member.tensor.grad is not None:
-                    member.over(flat).copy_(member.tensor.grad)
-        (event,) = self.copy_streams.copy(
-            [(storage.memory[: flat.numel()], flat, (self.copy_streams.now(),))], out=True
-        )
-        self.copying_out = flat, event
+        parts = self._parts(bucket.weights)
+        ready = (self.copy_streams.now(),)
+        copies = [(storage.memory[start : start + flat.numel()], flat, ready) for start, flat in parts]
+        self.copying_out = [flat for _, flat in parts], self.copy_streams.copy(copies, out=True)
         return storage.memory
+
+    def _parts(self, weights: FlatBuffer) -> list[tuple[int, torch.Tensor]]:
+        """The gradients of a bucket as dense pieces, and where each begins."""
+        members = weights.members
+        large = most_of([rounded(m.tensor.nbytes) for m in members])
+        alone = _flat(members[large].tensor) if large is not None else None
+        runs = [members] if large is None or alone is None else [members[:large], members[large + 1 :]]
+        found = [(members[large].offset, alone)] if large is not None and alone is not None else []
+        for run in filter(None, runs):
+            start, end = run[0].offset, run[-1].offset + rounded(run[-1].tensor.nbytes)
+            flat = torch.empty(end - start, dtype=torch.uint8, device=self.device)
+            for member in run:
+                if member.tensor.grad is not None:
+                    replace(member, offset=member.offset - start).over(flat).copy_(member.tensor.grad)
+            found.append((start, flat))
+        return found
 
     def point_grads_at_storage(self, bucket: Bucket, storage: torch.Tensor) -> None:
         """Make every ``p.grad`` of a bucket a view of its storage; the parameters must be off the device too."""
@@ -97,9 +111,9 @@ class GradientStorage:
 
     def synchronize(self) -> None:
         """Let the host wait until all gradients are copied out."""
-        if self.copying_out is not None:
-            self.copying_out[1].finish()
-            self.copying_out = None
+        for event in self.copying_out[1] if self.copying_out is not None else ():
+            event.finish()
+        self.copying_out = None
 
     def close(self) -> None:
         """Give the storage back."""
@@ -109,9 +123,8 @@ class GradientStorage:
         self.storages = {}
 
 
-def _only_gradient_flat(bucket: Bucket) -> torch.Tensor | None:
-    """The memory of the only gradient of a bucket, if it is laid out as its storage is; then no gathering is needed."""
-    (p,) = bucket.trained
+def _flat(p: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a parameter's gradient, if it is laid out as its storage is; then no gathering is needed."""
     grad = p.grad
     if grad is None or not movable(grad) or (grad.dtype, grad.stride()) != (p.dtype, p.stride()):
         return None

@@ -34,7 +34,8 @@ class _BeforeForward:
         """Fetch the buckets, and hold them if the module calls others."""
         residency = self.residency() if self.residency is not None else None
         if residency is not None and not residency.hooks_disabled:
-            residency.fetch(*self.buckets)
+            with torch._C.DisableTorchFunction():  # whoever follows the model's calls must not take these for some
+                residency.fetch(*self.buckets)
             if self.holds:
                 residency.held.update(self.buckets)
 

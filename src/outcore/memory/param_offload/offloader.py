@@ -51,6 +51,7 @@ class StateOffloader(ParamResidency):
         policy: what is offloaded and what stays on the device.
         device: where the model computes.
         state_copies: the optimizer's state of the same buckets, where it is offloaded already.
+        partial: makes what calls the optimizer for some of its parameters, of the optimizer and its own step.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class StateOffloader(ParamResidency):
         policy: StatePolicy,
         device: torch.device,
         state_copies: StateCopies | None = None,
+        partial: Callable[[torch.optim.Optimizer, Callable[..., Any]], PartialOptimizer] = PartialOptimizer,
     ) -> None:
         super().__init__(uses, policy, device)
-        self.optimizer, self.stepper = optimizer, PartialOptimizer(optimizer, optimizer.step)
+        self.optimizer, self.stepper = optimizer, partial(optimizer, optimizer.step)
         self.uses, self.in_flight = tuple(uses), InFlightParams()
         self.backward_pending = False
         """A forward pass has run whose backward may still need the parameters as they are."""

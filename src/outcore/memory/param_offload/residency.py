@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from outcore.graph.record.recording import Step, Tape
 from outcore.memory.offload.copy_streams import copy_streams_for
@@ -25,6 +27,11 @@ from outcore.memory.param_offload.flat_buffer import FlatBuffer
 from outcore.memory.replay.replay_buffer import SavedHandle
 from outcore.planner.memory.buckets import that_follows, that_leave
 from outcore.planner.memory.state_policy import StatePolicy
+
+DEVICE_QUERIES = frozenset(
+    [*(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda")), torch.Tensor.get_device]
+)
+"""What a forward asks a parameter to learn where the model computes."""
 
 
 @dataclass
@@ -212,6 +219,25 @@ class ParamResidency:
         buckets = dict.fromkeys(bucket for step in steps for bucket in self.calls.get(step.name, ()))
         self.fetch(*buckets, backward=True)
 
+    # What a forward may ask
+
+    @cached_property
+    def _empty_on_device(self) -> torch.Tensor:
+        return torch.empty(0, device=self.device)
+
+    def asked_where(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of one of `DEVICE_QUERIES`, with a parameter that is off the device exchanged for a tensor
+        that is on it: a forward that takes the device of its first parameter (for autocast, for positions) asks where
+        it computes, not where the parameter is just now."""
+        return (self._empty_on_device, *args[1:]) if args and id(args[0]) in self.bucket_of else args
+
+    def answering(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which parameters say that they are on the device, wherever they are."""
+        away = self.policy.parameters == "offload" and self.device.type != "cpu"
+        if not away or all(flat_buffer.resident for flat_buffer in self.flat_buffers):
+            return contextlib.nullcontext()
+        return _Answers(self)
+
     def hooked(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which autograd saves handles of parameters that pass through a window; the model runs as it
         is."""
@@ -232,3 +258,19 @@ class ParamResidency:
         """The handle that autograd saves in place of a tensor in the memory of a bucket; None for any other tensor."""
         bucket = self.at.get(tensor.untyped_storage().data_ptr()) if self.at else None
         return BucketTensor(tensor, bucket, self) if bucket is not None else None
+
+
+class _Answers(TorchFunctionMode):
+    """Answers what is asked of parameters that are off the device."""
+
+    def __init__(self, residency: ParamResidency) -> None:
+        super().__init__()
+        self.residency = residency
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function on tensors is called."""
+        if func in DEVICE_QUERIES:
+            args = self.residency.asked_where(args)
+        return func(*args, **(kwargs or {}))

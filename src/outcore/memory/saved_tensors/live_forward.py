@@ -39,6 +39,7 @@ from outcore.memory.encode.bitmask_relu import rectified_by_bits
 from outcore.memory.encode.byte_index_pool import pooled_by_bytes
 from outcore.memory.encode.pool_positions import window_of_call
 from outcore.memory.offload.backends import Backend
+from outcore.memory.param_offload.residency import DEVICE_QUERIES
 from outcore.memory.saved_tensors.policy_table import CallPlan, ModulePlans, PolicyTable
 from outcore.memory.saved_tensors.recompute import record
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
@@ -65,12 +66,13 @@ _stack_depth, _pop_mode, _push_mode = (
 class _Function:
     """What is known of a function in one module's forward."""
 
-    __slots__ = ("busy", "composite", "name", "plans", "writes")
+    __slots__ = ("asks_device", "busy", "composite", "name", "plans", "writes")
 
     def __init__(self, func: Callable[..., Any], name: str, plans: Mapping[int, CallPlan]) -> None:
         self.name, self.plans, self.composite = name, plans, func in _COMPOSITES
         self.writes = (name.endswith("_") and name not in _HARMLESS) or name == "setitem"
-        self.busy = bool(plans) or self.writes or self.composite
+        self.asks_device = func in DEVICE_QUERIES
+        self.busy = bool(plans) or self.writes or self.composite or self.asks_device
 
 
 class LiveForward(TorchFunctionMode):
@@ -202,7 +204,9 @@ class LiveForward(TorchFunctionMode):
     def _on_function(
         self, func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A function that may be planned, or write in place."""
+        """A function that may be planned, write in place, or ask where a parameter is."""
+        if known.asks_device and self.keeper is not None:
+            args = self.keeper.asked_where(args)
         if self._quiet == 0:
             if known.composite:
                 with self, opened():
@@ -227,7 +231,7 @@ class LiveForward(TorchFunctionMode):
         """What is known of a function here; all functions of one name are counted together."""
         node = self._node
         name = function_name(func)
-        key = name, func in _COMPOSITES
+        key = name, func in _COMPOSITES, func in DEVICE_QUERIES
         if key not in node.seen:
             node.seen[key] = _Function(func, name, node.functions.get(name, {}))
         known: _Function = node.seen[key]

@@ -141,7 +141,7 @@ class ManagedForward:
         if not torch.is_grad_enabled() or is_looked_at():
             if self.choice is not None and self.settings.budget_bytes is not None:
                 self.choice.leave(self)
-            return self.original(*args, **kwargs)
+            return self.original(*args, **kwargs) if is_looked_at() else self.plainly(*args, **kwargs)
         if self.keeper is not None and self.settings.free:  # a key takes the host as long as twenty calls of the model
             return self.plainly(*args, **kwargs)
         key = self.key(args, kwargs)
@@ -274,7 +274,9 @@ class ManagedForward:
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, every value kept."""
-        with self.keeper.hooked() if self.keeper is not None else contextlib.nullcontext():
+        if self.keeper is None:
+            return self.original(*args, **kwargs)
+        with self.keeper.hooked(), self.keeper.answering():
             return self.original(*args, **kwargs)
 
     @property

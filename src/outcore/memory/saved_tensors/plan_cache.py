@@ -51,16 +51,17 @@ def remember_plan(costs: Costs, settings: Settings, plan: MemoryPlan) -> None:
     )
 
 
-def known_overhead(costs: Costs, settings: Settings) -> int | None:
-    """Bytes to leave free beside what was asked for, with which the step was seen to stay within its budget."""
-    found = _read(_key("overhead", costs, settings))
-    size = found.get("bytes") if found is not None else None
-    return size if isinstance(size, int) and size >= 0 else None
+def known_overhead(costs: Costs, settings: Settings, *, limited: bool) -> tuple[int, int] | None:
+    """Bytes to leave free beside what was asked for, with which the step was seen to stay within its budget, and which
+    of `settings.states` it had; under a limit of the process, which has to be larger, other than without."""
+    found = _read(_key("limited overhead" if limited else "overhead", costs, settings)) or {}
+    size, rung = found.get("bytes"), found.get("rung", 0)
+    return (size, rung) if isinstance(size, int) and size >= 0 and isinstance(rung, int) and rung >= 0 else None
 
 
-def remember_overhead(costs: Costs, settings: Settings, size: int) -> None:
+def remember_overhead(costs: Costs, settings: Settings, size: int, rung: int, *, limited: bool) -> None:
     """Keep what had to be left free for a step to stay within its budget."""
-    _write(_key("overhead", costs, settings), {"bytes": size})
+    _write(_key("limited overhead" if limited else "overhead", costs, settings), {"bytes": size, "rung": rung})
 
 
 def known_least(costs: Costs, *, draws: bool) -> dict[str, Policy] | None:

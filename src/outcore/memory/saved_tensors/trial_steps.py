@@ -24,22 +24,20 @@ all these kinds are taken.
 Where the process has a limit of its own, that has to be a little larger than what is reserved
 (`outcore.allocator.process_limit`), and the plan is made for that.
 
-How much of a budget to leave to the allocator is found by trying. A plan counts the bytes of tensors. What is reserved
-for them is more, by the holes between them and by what libraries take, and by how much more differs from plan to plan.
-So the least to leave free is bracketed: what was too little, what was enough, what left no plan at all. From too little
-it goes up by what was missed; once something holds that costs time over what did not, it goes back by halves.
-
-    too little ───────▶ │ tried │ ◀─────── enough, or no plan
+Where state lives below the device, a trial has an offloader of its own, which is closed afterwards, and memory is taken
+in the optimizer's place (`outcore.memory.param_offload.trial_optimizer`). If no plan of one rung for state holds, the
+next one is tried, which keeps less on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,10 +51,15 @@ from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.pool import give_back, without_limit
+from outcore.memory.param_offload.buckets import calls_of, uses_of
+from outcore.memory.param_offload.offloader import StateOffloader
+from outcore.memory.param_offload.trial_optimizer import TrialOptimizer, like, take_workspace
+from outcore.memory.saved_tensors.least_overhead import TriedOverhead, least_overhead
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.plan_cache import known_overhead, remember_overhead
 from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
+from outcore.planner.memory.state_policy import StatePolicy
 
 _STEP = 0.05
 """Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
@@ -66,7 +69,8 @@ _STEPS = ("start", "let go", "start", "let go", "hold", "give back", "hold")
 """Output and loss are let go of at the end of a step, or held until the next ones are there. All unused memory is given
 back before a "give back"; before a "start", the optimizer's state too."""
 _GRANULE = 20 * 2**20
-"""Segments grow by this: what is left free beside, at most a hundredth of the budget, for steps that were not tried."""
+"""Segments grow by this: what is left free beside for steps that were not tried, at most a hundredth of the budget; all
+of it where the process has a limit and state moves, which copies of other lengths put elsewhere."""
 _MOVING = 0.15
 """Share of the budget that is left free where no steps can be tried; with half of it, VGG-16 had to look for room."""
 _SECONDS = 8.0
@@ -80,6 +84,7 @@ def run_trial_steps(
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
     graph: Graph,
+    optimizer: Any = None,
 ) -> None:
     """Take steps on the device until what they reserve is within the budget.
 
@@ -90,33 +95,42 @@ def run_trial_steps(
         kwargs: of the call.
         loss: of the output; without it the sum of all outputs.
         graph: what was recorded of the call.
+        optimizer: that updates the parameters, where there is one already.
 
     Raises:
         PlanError: the process has a limit in which no step that was found has room.
     """
-    entry, asked = managed_forward.admitted.get(key), managed_forward.settings
-    if entry is not None and not entry.plan.state.idle and _counts(managed_forward):
-        _leave_some(managed_forward, key, args, kwargs, graph)
+    entry, asked, device = managed_forward.admitted.get(key), managed_forward.settings, managed_forward.device
+    if entry is None or not _counts(managed_forward):
         return
-    if entry is None or not _can(managed_forward, entry, args, kwargs):
+    if not _can(managed_forward, entry, args, kwargs):
+        if not entry.plan.state.idle:
+            _leave_some(managed_forward, key, args, kwargs, graph)
         return
     budget, costs = asked.budget_bytes, entry.plan.keeping.costs
     assert budget is not None
-    trial = _Trial(managed_forward, key, args, kwargs, loss, graph)
-    known = known_overhead(costs, asked)
-    if known is not None and (known == 0 or trial.plan(known)):
-        return
-    limit = limit_bytes(managed_forward.device)
+    trial = _Trial(managed_forward, key, args, kwargs, loss, graph, optimizer)
+    limit = limit_bytes(device)
     trial.limited = limit is not None
-    with without_limit(managed_forward.device):
-        total = torch.cuda.get_device_properties(managed_forward.device).total_memory
-        careful = torch.cuda.memory_reserved(managed_forward.device) + _SPARE * budget > total
-        best = least_overhead(
-            trial, budget, int(_CAREFUL * budget) if careful and trial.plan(int(_CAREFUL * budget)) else 0
-        )
-    trial.choose(best.free_bytes)
-    if best.taken_bytes <= budget:
-        remember_overhead(costs, asked, best.free_bytes)
+    others = trial.others() if limit is not None else 0
+    room = budget if limit is None else min(budget, limit - others)
+    first = trial.rung
+    known = known_overhead(costs, asked, limited=trial.limited) if room == budget else None
+    if known is not None and trial.take_rung(known[1]) and trial.plan(known[0]):
+        return
+    found = dict[int, TriedOverhead]()
+    with without_limit(device):
+        for rung in range(first, len(asked.states)):
+            if trial.take_rung(rung):
+                found[rung] = trial.best(room)
+                if found[rung].taken_bytes <= room:
+                    break
+    rung, best = min(found.items(), key=lambda item: item[1].taken_bytes)
+    trial.rung = rung if best.taken_bytes <= room else first
+    trial.choose(found[trial.rung].free_bytes)
+    if best.taken_bytes <= room:
+        if room == budget:
+            remember_overhead(costs, asked, best.free_bytes, rung, limited=trial.limited)
         if best.free_bytes and not asked.quiet:
             print(
                 f"outcore: {format_bytes(best.free_bytes)} of the budget are left to the allocator, with which a step "
@@ -124,23 +138,25 @@ def run_trial_steps(
                 file=sys.stderr,
             )
         return
-    if limit is not None and best.taken_bytes > limit:
-        raise _no_room(budget, best.taken_bytes)
+    if limit is not None and best.taken_bytes + others > limit:
+        raise _no_room(budget, best.taken_bytes, others)
+    taken = found[first].taken_bytes
     warnings.warn(
-        f"outcore: a step reserves {format_bytes(best.taken_bytes)}, more than {format_bytes(budget)}, with what the "
-        f'allocator leaves unused between tensors; memory="{-(-best.taken_bytes // 2**20)}MiB" would hold',
+        f"outcore: a step reserves {format_bytes(taken)}, more than {format_bytes(budget)}, with what the "
+        f'allocator leaves unused between tensors; memory="{-(-taken // 2**20)}MiB" would hold',
         stacklevel=3,
     )
 
 
-def _no_room(budget: int, least: int) -> PlanError:
+def _no_room(budget: int, least: int, others: int = 0) -> PlanError:
     """That a step would end out of memory, because the process has a limit: said before training begins."""
+    beside = f", beside {format_bytes(others)} that this process holds for other things" if others > 2**20 else ""
     refused = PlanError(
         f"a training step cannot be done within {format_bytes(budget)} as a limit of this process: with what the "
-        f"allocator leaves unused between tensors, the smallest step that was found reserves {format_bytes(least)}; "
-        f'give memory="{-(-least // 2**20)}MiB" or more and such a limit, or a smaller batch'
+        f"allocator leaves unused between tensors, the smallest step that was found reserves {format_bytes(least)}"
+        f'{beside}; give memory="{-(-(least + others) // 2**20)}MiB" or more and such a limit, or a smaller batch'
     )
-    refused.least_bytes = least
+    refused.least_bytes = -(-(least + others) // 2**20) * 2**20
     return refused
 
 
@@ -151,7 +167,7 @@ def _counts(managed_forward: ManagedForward) -> bool:
 
 
 def _leave_some(managed_forward: ManagedForward, key: Hashable, args: Any, kwargs: Any, graph: Graph) -> None:
-    """Where state moves in a step, steps cannot be tried and put back: leave a share of the budget to the allocator.
+    """Where state moves in a step and none can be tried: leave a share of the budget to the allocator.
 
     Raises:
         PlanError: there is no plan that leaves it, and the process has a limit that does not have it either.
@@ -177,7 +193,7 @@ def _can(managed_forward: ManagedForward, entry: PlannedCall, args: tuple[Any, .
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
     if not _counts(managed_forward):
         return False
-    if entry.graphed is not None or not entry.plan.state.idle:
+    if entry.graphed is not None:
         return False
     if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
         return False
@@ -186,7 +202,7 @@ def _can(managed_forward: ManagedForward, entry: PlannedCall, args: tuple[Any, .
 
 
 class _Trial:
-    """Plans and takes steps that leave more or less of the budget free."""
+    """Plans and takes steps that leave more or less of the budget free, on one rung for state after the other."""
 
     def __init__(
         self,
@@ -196,98 +212,137 @@ class _Trial:
         kwargs: dict[str, Any],
         loss: Callable[[Any], torch.Tensor] | None,
         graph: Graph,
+        optimizer: Any,
     ) -> None:
-        self.managed_forward, self.key, self.args, self.kwargs, self.loss, self.graph = (
-            managed_forward,
-            key,
-            args,
-            kwargs,
-            loss,
-            graph,
-        )
+        self.managed_forward, self.key, self.loss, self.graph = managed_forward, key, loss, graph
+        self.args, self.kwargs, self.optimizer = args, kwargs, optimizer
         self.asked = managed_forward.settings
         entry = managed_forward.admitted[key]
         assert entry is not None
-        self.made: dict[int, tuple[PlannedCall, Settings]] = {0: (entry, self.asked)}
-        """By what they leave free in addition."""
-        self.end = time.monotonic() + _SECONDS
+        self.rung = self.asked.states.index(entry.plan.state) if entry.plan.state in self.asked.states else 0
+        """Where state lives, by its place among what was asked for."""
+        self.made: dict[tuple[int, int], tuple[PlannedCall, Settings]] = {(self.rung, 0): (entry, self.asked)}
+        """By rung, and by what they leave free in addition."""
+        self.end = 0.0
+        """When nothing more is tried."""
         self.limited = False
         """Whether the process has a limit of its own."""
+
+    def take_rung(self, rung: int) -> bool:
+        """Go on with another rung; whether there is a plan for it."""
+        before, self.rung = self.rung, min(rung, len(self.asked.states) - 1)
+        if not self.plan(0):
+            self.rung = before
+            return False
+        return True
+
+    def best(self, room: int) -> TriedOverhead:
+        """The fastest step of this rung that was seen to stay within so many bytes, or the smallest."""
+        device = self.managed_forward.device
+        total = torch.cuda.get_device_properties(device).total_memory
+        careful = torch.cuda.memory_reserved(device) + _SPARE * room > total
+        share = _STEP if not self.asked.states[self.rung].idle else _CAREFUL if careful else 0.0
+        free = int(share * room)
+        begin = free if free and self.plan(free) else 0
+        self.end = time.monotonic() + _SECONDS
+        return least_overhead(self, room, begin)
 
     def __call__(self, free_bytes: int) -> TriedOverhead | None:
         """A step that leaves so many bytes free."""
         if time.monotonic() > self.end or not self.plan(free_bytes):
             return None
-        entry = self.made[free_bytes][0]
-        taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss, limited=self.limited)
-        return TriedOverhead(free_bytes, taken, entry.plan.outcome.time_s)
+        entry = self.made[self.rung, free_bytes][0]
+        return TriedOverhead(free_bytes, self.reserved(entry), entry.plan.outcome.time_s)
 
     def plan(self, free_bytes: int) -> bool:
         """Put such a plan in force; whether there is one."""
-        if free_bytes not in self.made:
-            self.choose(max(size for size in self.made if size < free_bytes))  # to start from
+        if (self.rung, free_bytes) not in self.made:
+            here = [made for made in self.made if made[0] == self.rung and made[1] < free_bytes]
+            self._put(max(here or self.made))  # to start from
             reserved = self.asked.reserved_bytes + free_bytes
-            settings = replace(self.asked, reserved_bytes=reserved, states=self.asked.states[:1])
+            settings = replace(self.asked, reserved_bytes=reserved, states=(self.asked.states[self.rung],))
             if replanned(self.managed_forward, self.key, settings, self.args, self.kwargs, self.graph) is not None:
                 return False
             entry = self.managed_forward.admitted[self.key]
-            if entry is None or not entry.plan.state.idle:
+            if entry is None:
                 return False
-            self.made[free_bytes] = entry, settings
+            self.made[self.rung, free_bytes] = entry, settings
         self.choose(free_bytes)
         return True
 
     def choose(self, free_bytes: int) -> None:
         """Put a plan that was made in force."""
-        entry, settings = self.made[free_bytes]
+        self._put((self.rung, free_bytes))
+
+    def _put(self, made: tuple[int, int]) -> None:
+        entry, settings = self.made[made]
         self.managed_forward.admitted[self.key] = entry
         self.managed_forward.settings = replace(settings, states=self.asked.states)
 
-
-def _reserved(
-    managed_forward: ManagedForward,
-    entry: PlannedCall,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], torch.Tensor] | None,
-    *,
-    limited: bool = False,
-) -> int:
-    """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold.
-
-    With `limited`, what a limit of the process would have to be.
-    """
-    model, device = managed_forward.model, managed_forward.device
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = [(p, p.grad) for p in parameters]
-    for p in parameters:
-        p.grad = None
-    before = ModelState(model, state_tensors(model))
-    watching, entry.observer = entry.observer, None
-    torch.cuda.synchronize(device)
-    torch.clear_autocast_cache()  # a loop leaves autocast after every forward
-    give_back()
-    own = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    own += sum(t.nbytes for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == "cuda")
-    others = max(0, torch.cuda.memory_allocated(device) - own)
-    budget = managed_forward.settings.budget_bytes or 0
-    torch.cuda.reset_peak_memory_stats(device)
-    trouble, trace = trouble_of(device), LimitTrace(device)
-    try:
-        with trace.recorded() if limited else contextlib.nullcontext():
-            take_steps(managed_forward, args, kwargs, loss, parameters, managed_forward.settings.optimizer, device)
+    def others(self) -> int:
+        """Bytes on the device that are neither the model's, its arguments' nor its optimizer's."""
+        model, device = self.managed_forward.model, self.managed_forward.device
         torch.cuda.synchronize(device)
-        taken: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
-        taken += min(_GRANULE, int(_STEP * budget) // 5)
-        return taken if trouble_of(device) == trouble else max(taken, int((1 + _STEP) * budget))
-    except torch.OutOfMemoryError:
-        return int((1 + _STEP) * budget)
-    finally:
-        before.restore()
-        for p, gradient in gradients:
-            p.grad = gradient
-        entry.observer = watching
+        torch.clear_autocast_cache()  # a loop leaves autocast after every forward
         give_back()
+        own = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        own += [t for _, t in leaves((self.args, self.kwargs), torch.Tensor)]
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            own += [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        here = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if t.device.type == "cuda"}
+        return max(0, torch.cuda.memory_allocated(device) - sum(here.values()))
+
+    def reserved(self, entry: PlannedCall) -> int:
+        """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold; where
+        the process has a limit, what that would have to be."""
+        managed_forward, budget = self.managed_forward, self.asked.budget_bytes or 0
+        model, device = managed_forward.model, managed_forward.device
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients = [(p, p.grad) for p in parameters]
+        for p in parameters:
+            p.grad = None
+        before = ModelState(model, state_tensors(model))
+        watching, entry.observer = entry.observer, None
+        others = self.others()
+        trouble, trace = trouble_of(device), LimitTrace(device)
+        try:
+            with self._state_below(entry.plan.state, parameters) as keeper:
+                give_back()
+                torch.cuda.reset_peak_memory_stats(device)
+                call = self.args, self.kwargs, self.loss, parameters, self.asked.optimizer, device
+                with trace.recorded() if self.limited else contextlib.nullcontext():
+                    take_steps(managed_forward, *call, update=None if keeper is None else keeper.step)
+                torch.cuda.synchronize(device)
+                taken: int = max(torch.cuda.max_memory_reserved(device), trace.bytes) - others
+            taken += _GRANULE if self.limited and keeper is not None else min(_GRANULE, int(_STEP * budget) // 5)
+            return taken if trouble_of(device) == trouble else max(taken, int((1 + _STEP) * budget))
+        except torch.OutOfMemoryError:
+            return int((1 + _STEP) * budget)
+        finally:
+            before.restore()
+            for p, gradient in gradients:
+                p.grad = gradient
+            entry.observer = watching
+            give_back()
+
+    @contextlib.contextmanager
+    def _state_below(self, where: StatePolicy, parameters: Sequence[torch.Tensor]) -> Iterator[StateOffloader | None]:
+        """State where a plan says, with memory in the place of the optimizer's work; afterwards where it was."""
+        managed_forward = self.managed_forward
+        if where.idle:
+            yield None
+            return
+        uses = uses_of(managed_forward.model, calls_of(self.graph))
+        partial = functools.partial(TrialOptimizer, cost=self.asked.optimizer)
+        keeper = StateOffloader(self.optimizer, uses, where, managed_forward.device, partial=partial)
+        managed_forward.keeper = keeper
+        try:
+            yield keeper
+        finally:
+            for p in parameters:
+                p.grad = None
+            managed_forward.keeper = None
+            keeper.close()
 
 
 def take_steps(
@@ -298,8 +353,10 @@ def take_steps(
     parameters: Sequence[torch.Tensor],
     optimizer: OptimizerCost,
     device: torch.device,
+    *,
+    update: Callable[[], None] | None = None,
 ) -> None:
-    """Steps of all kinds of a model's forward, with memory where an optimizer takes it."""
+    """Steps of all kinds of a model's forward, with memory where an optimizer takes it; `update` takes it by itself."""
     state: list[torch.Tensor] = []
     output = value = None
     for kind in _STEPS:
@@ -313,10 +370,11 @@ def take_steps(
         value = loss(output) if loss is not None else _total(output)
         with torch.autocast(device.type, enabled=False):
             value.backward()
-        copies = 0 if state else round(optimizer.state_per_parameter)
-        state += [torch.empty_like(p) for p in parameters for _ in range(copies)]
-        moment = [torch.empty_like(p) for p in parameters for _ in range(round(optimizer.workspace_per_parameter))]
-        del moment
+        if update is not None:
+            update()
+        else:
+            state = state or [t for p in parameters for t in like(p, optimizer.state_per_parameter)]
+            take_workspace(parameters, optimizer)
         for p in parameters:
             p.grad = None
         if kind in ("start", "let go"):
@@ -333,64 +391,3 @@ def _total(output: Any) -> torch.Tensor:
     """The sum of all outputs that lead back to parameters."""
     found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
     return torch.stack([t.float().sum() for t in found]).sum()
-
-
-_TRIES = 6
-_FINE = 0.015
-"""Share of the budget below which differences are not worth another try."""
-_MORE = 1.2
-"""Of what was missed, how much more to leave: holes do not shrink with the plan."""
-_SLOWER = 1.02
-"""What holds and is predicted to take more than this over what did not is worth another try."""
-
-
-@dataclass(frozen=True, slots=True)
-class TriedOverhead:
-    """A step under a plan that leaves so many bytes free."""
-
-    free_bytes: int
-    taken_bytes: int
-    """What was reserved for it."""
-    time_s: float
-    """Predicted by its plan."""
-
-
-def least_overhead(
-    attempt: Callable[[int], TriedOverhead | None], budget_bytes: int, begin_bytes: int = 0, tries: int = _TRIES
-) -> TriedOverhead:
-    """The fastest step that was seen to stay within a budget; if none did, the one that took least.
-
-    Args:
-        attempt: plans a step that leaves so many bytes free, and takes it; none if there is no such plan. The first
-            has one.
-        budget_bytes: the most that may be reserved.
-        begin_bytes: to leave free at first.
-        tries: at most so many.
-    """
-    fine = int(_FINE * budget_bytes)
-    first = attempt(begin_bytes)
-    assert first is not None
-    seen, none, free = [first], None, begin_bytes
-    for _ in range(tries - 1):
-        over = [t for t in seen if t.taken_bytes > budget_bytes]
-        held = [t for t in seen if t.taken_bytes <= budget_bytes]
-        if not over:
-            break
-        low = max(over, key=lambda t: t.free_bytes)
-        if held:
-            best = min(held, key=lambda t: t.free_bytes)
-            if best.time_s <= _SLOWER * low.time_s or best.free_bytes - low.free_bytes <= fine:
-                break
-            free = (low.free_bytes + best.free_bytes) // 2
-        else:
-            free = low.free_bytes + max(int(_MORE * (low.taken_bytes - budget_bytes)), fine // 2)
-            if none is not None and free >= none:
-                free = (low.free_bytes + none) // 2
-                if none - low.free_bytes <= fine // 2:
-                    break
-        if (found := attempt(free)) is not None:
-            seen.append(found)
-        else:
-            none = free
-    held = [t for t in seen if t.taken_bytes <= budget_bytes]
-    return min(held, key=lambda t: t.time_s) if held else min(seen, key=lambda t: t.taken_bytes)

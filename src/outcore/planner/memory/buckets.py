@@ -107,6 +107,17 @@ def _is_full(size: int, needed: int, most_bytes: int) -> bool:
     return needed > most_bytes // 8 or size + needed > 9 * most_bytes // 8
 
 
+def most_of(sizes: Sequence[int]) -> int | None:
+    """Which of a bucket's tensors, of these sizes, is more than half of it; its gradient leaves without being
+    gathered.
+
+    >>> most_of([10, 500, 20]), most_of([10, 10])
+    (1, None)
+    """
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    return largest if 2 * sizes[largest] > sum(sizes) else None
+
+
 def that_leave(
     here: Sequence[int], sizes: Sequence[int], needed: int, kept: Collection[int], stage_bytes: int, *, backward: bool
 ) -> list[int]:

@@ -27,7 +27,14 @@ import numpy.typing as npt
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve
-from outcore.planner.memory.buckets import OffloadableParam, OffloadableParams, rounded, that_follows, that_leave
+from outcore.planner.memory.buckets import (
+    OffloadableParam,
+    OffloadableParams,
+    most_of,
+    rounded,
+    that_follows,
+    that_leave,
+)
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.state_policy import StatePolicy
 
@@ -167,7 +174,9 @@ class _Play:
     def _leaving(self, number: int) -> int:
         """What the gradients of a bucket need beside them to leave: room to be gathered, or that of the update."""
         if not self.used_up:
-            return self.sizes[number] if len(self.buckets[number]) > 1 else 0
+            sizes = [rounded(item.bytes) for item in self.buckets[number]]
+            alone = most_of(sizes)
+            return sum(sizes) - (sizes[alone] if alone is not None else 0)
         here = self._of_buckets([number])
         state = 3 * self._visiting(here) if self.policy.optimizer == "offload" else 0
         return state + self.optimizer.workspace_bytes(here)

@@ -181,7 +181,7 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
             fixed.update(row.fixed)
             for parameter in (*row.parameters, *row.fixed):
                 reading.setdefault(parameter, set()).add(i)
-    overhead_s = [weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls]
+    fixed_s = [(sum(r.fixed_forward_s for r in rows), sum(r.fixed_backward_s for r in rows)) for rows in calls]
     trained_s = [
         sum(weights.parameters.get(p, 0) for p in {p for r in rows for p in r.parameters}) / rate for rows in calls
     ]
@@ -196,8 +196,8 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
         weights.state_per_parameter,
         weights.update_bytes_per_s,
-        tuple(overhead + once for overhead, once in zip(overhead_s, trained_s, strict=True)),
-        tuple(overhead + 2 * once for overhead, once in zip(overhead_s, trained_s, strict=True)),
+        tuple(forward or once for (forward, _), once in zip(fixed_s, trained_s, strict=True)),
+        tuple(backward or 2 * once for (_, backward), once in zip(fixed_s, trained_s, strict=True)),
         tuple(3 * once for once in trained_s),
         tuple(sum(r.host_forward_s for r in rows) for rows in calls),
         tuple(sum(r.host_backward_s for r in rows) for rows in calls),

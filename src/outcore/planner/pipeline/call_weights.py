@@ -17,6 +17,9 @@ from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
+_LONGEST_LAUNCH = 10.0
+"""Times what the host takes to launch a sum, for each operation of a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallWeight:
@@ -34,6 +37,9 @@ class CallWeight:
     host_forward_s: float = 0.0
     """What the host takes to launch it on a GPU, whatever the batch; with the Python around it."""
     host_backward_s: float = 0.0
+    fixed_forward_s: float = 0.0
+    """Of its seconds, those that a part of the batch takes too, where that was measured."""
+    fixed_backward_s: float = 0.0
 
     @property
     def saved_bytes(self) -> int:
@@ -57,11 +63,10 @@ class CallWeights:
     """Optimizer state over parameter bytes: 2 for Adam, 1 for SGD with momentum."""
     update_bytes_per_s: float = float("inf")
     """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
-    overhead_s: float = 0.0
-    """Time of a call that does not depend on the batch: contained in both forward and backward."""
     parameter_bytes_per_s: float = float("inf")
-    """How fast a device reads and writes parameters and their gradients: once in forward and twice in backward, and
-    three times more to add up the gradients of micro-batches, however small those are."""
+    """How fast a device reads and writes parameters and their gradients: once in forward and twice in backward, where
+    it was not measured what a part of the batch takes, and three times more to add up the gradients of micro-batches,
+    however small those are."""
     costs: Costs | None = field(default=None, compare=False, repr=False)
     """What they were made from, where that is known; policies inside stages are planned with it."""
     tier: OffloadTarget | None = field(default=None, compare=False, repr=False)
@@ -108,8 +113,10 @@ class CallWeights:
                 max(row.workspace_forward_bytes, row.workspace_backward_bytes),
                 trained,
                 fixed,
-                _host_s(row.forward, costs.between_s),
-                _host_s(back, costs.between_s),
+                _host_s(row.forward, costs, row.issue_forward),
+                _host_s(back, costs, row.issue_backward),
+                _fixed_s(row.forward, row.fixed_forward_s, costs.between_s),
+                _fixed_s(back, row.fixed_backward_s, costs.between_s),
             )
         last = next((name for name in reversed(calls) if calls[name].host_backward_s), None)
         if last is not None:  # where backward begins, which the host starts
@@ -127,9 +134,17 @@ def fixed_tensors(graph: Graph, trained: Mapping[str, int]) -> dict[str, int]:
     return {name: tensor.numel() * tensor.element_size() for name, tensor in every if name in used}
 
 
-def _host_s(timing: TimedRuns | None, between_s: float) -> float:
-    """What the host takes to launch a call; nothing on a CPU, where launching is part of running."""
-    return timing.dispatch_s + between_s if timing is not None and timing.dispatch_s else 0.0
+def _host_s(timing: TimedRuns | None, costs: Costs, operations: float) -> float:
+    """What the host takes to launch a call; nothing on a CPU, where launching is part of running.
+
+    A host that takes many times what it takes to launch as many operations, and much of the device's time, waits for
+    the device (for memory to be freed, say). That is no time of its own: it shrinks with the call.
+    """
+    if timing is None or not timing.dispatch_s:
+        return 0.0
+    most_s = _LONGEST_LAUNCH * max(1.0, operations) * costs.sum_dispatch_s
+    waits = 0 < most_s < timing.dispatch_s and timing.dispatch_s > timing.median_s / 4
+    return (most_s if waits else timing.dispatch_s) + costs.between_s
 
 
 def _device_s(timing: TimedRuns | None, between_s: float) -> float:
@@ -137,3 +152,10 @@ def _device_s(timing: TimedRuns | None, between_s: float) -> float:
     if timing is None:
         return 0.0
     return timing.median_s if timing.dispatch_s else timing.median_s + between_s
+
+
+def _fixed_s(timing: TimedRuns | None, fixed_s: float, between_s: float) -> float:
+    """What a part of the batch takes too; on a CPU with what lies between calls."""
+    if timing is None or not fixed_s:
+        return 0.0
+    return fixed_s if timing.dispatch_s else fixed_s + between_s

@@ -145,9 +145,8 @@ class GradientUpdate:
 
     def _add_up(self, row: torch.Tensor, share: SharedParameters, tag: int) -> AllReduce:
         others = [rank for rank in share.ranks if rank != self.world.rank]
-        nbytes = row.numel() * row.element_size()
-        if len(others) == 1 and self._shared_rows is not None and self._shared_rows.reaches(others[0], nbytes):
-            return SharedMemoryAllReduce(row, others[0], tag, self._shared_rows, self.world.p2p_group)
+        if len(others) == 1 and self._shared_rows is not None and self._shared_rows.reaches(others[0]):
+            return SharedMemoryAllReduce(row, others[0], tag, self._shared_rows)
         return GlooAllReduce(row, self._groups[share.stages], self.world.watched_wait)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:

@@ -39,20 +39,12 @@ class GlooAllReduce:
 class SharedMemoryAllReduce:
     """With one other rank, through shared memory."""
 
-    def __init__(self, row: torch.Tensor, other: int, tag: int, shared_rows: SharedRows, group: Any) -> None:
-        self._row, self._other, self._shared_rows = row, other, shared_rows
-        mine = shared_rows.take(row.numel() * row.element_size())
-        mine.tensor.copy_(row.view(torch.uint8))
-        self._theirs = torch.empty(2, dtype=torch.int64, device="cpu")
-        self._works: list[Any] = [
-            dist.irecv(self._theirs, src=other, group=group, tag=tag),
-            dist.isend(mine.name, dst=other, group=group, tag=tag),
-        ]
+    def __init__(self, row: torch.Tensor, other: int, tag: int, shared_rows: SharedRows) -> None:
+        self._row, self._other, self._tag, self._shared_rows = row, other, tag, shared_rows
+        shared_rows.send(row.view(torch.uint8), other, tag)
 
     def wait(self) -> None:
         """Wait until the row holds the sum."""
-        for work in self._works:
-            work.wait()
         nbytes = self._row.numel() * self._row.element_size()
-        theirs = self._shared_rows.open(self._other, self._theirs, nbytes)
+        theirs = self._shared_rows.receive(self._other, self._tag, nbytes)
         self._row.add_(theirs.view(self._row.dtype).to(self._row.device))

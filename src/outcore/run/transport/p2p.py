@@ -3,7 +3,7 @@
 A transfer is known by a tag that both ends derive from the program, so any order of posting matches; gloo moves the
 bytes on its own thread as soon as both ends are posted. A tensor is sent as its dense memory, in the layout the graph
 has for the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into
-shared memory (`SharedRows`), and gloo carries only the name of the row.
+shared memory (`SharedRows`), and nothing goes through gloo.
 
 Receive buffers come from an arena. A buffer is free when nothing else holds its storage (autograd keeps a received
 activation exactly as long as backward needs it), so the arena never grows beyond what is in flight at once, for both
@@ -179,31 +179,42 @@ class _Received:
         return self._layout.view(self._flat)
 
 
-class _Named:
-    """The name of a shared row that is being received."""
+class _FromSharedMemory:
+    """A tensor that a rank of this host sends."""
 
     def __init__(
-        self, work: Any, name: torch.Tensor, source: int, layout: TensorLayout, shared_rows: SharedRows, done: Moved
+        self,
+        source: int,
+        tag: int,
+        layout: TensorLayout,
+        shared_rows: SharedRows,
+        done: Moved,
     ) -> None:
-        self._work, self._name, self._source = work, name, source
-        self._layout, self._shared_rows, self._done = layout, shared_rows, done
+        self._source, self._tag, self._layout = source, tag, layout
+        self._shared_rows, self._done = shared_rows, done
         self._posted = time.perf_counter()
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()
+        flat = self._shared_rows.receive(self._source, self._tag, self._layout.nbytes)
         self._done("receive", self._posted, time.perf_counter())
-        return self._layout.view(self._shared_rows.open(self._source, self._name, self._layout.nbytes))
+        return self._layout.view(flat)
 
 
-class AnnouncedRow:
-    """The name of a shared row, or a small row that was given away, that is being sent; nothing of the sender's waits
-    for it."""
+class SentRow:
+    """A tensor that was copied into shared memory; its name may still have to leave if the pipe was full."""
+
+    def __init__(self, shared_rows: SharedRows) -> None:
+        self.ended, self.finish = shared_rows.flush, shared_rows.finish
+
+
+class _HeldRow:
+    """A small row that was given away; gloo says only to a wait that it has left, and until then it costs little."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
 
     def ended(self) -> bool:
-        """Always False, since gloo says so only to a wait; it costs no memory until then."""
+        """Always False."""
         return False
 
 
@@ -238,7 +249,7 @@ class HostPointToPoint:
     def __init__(self, group: Any, shared_rows: SharedRows, watched_wait: WatchedWait) -> None:
         self._group, self.shared_rows, self._watched_wait = group, shared_rows, watched_wait
         self.arena = HostRows()
-        self._announced: list[Any] = []
+        self._held: list[_HeldSend] = []
         self._waiting = WorkerThreads(1, "outcore send", finish=False)
 
     def send(
@@ -254,17 +265,15 @@ class HostPointToPoint:
         """Post the send of a tensor; of one that is given away nobody needs the memory again."""
         flat = layout.flat(tensor).view(torch.uint8)
         posted = time.perf_counter()
-        if self.shared_rows.reaches(target, layout.nbytes):
-            row = self.shared_rows.take(layout.nbytes)
-            row.tensor.copy_(flat)
-            self._announced.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
+        if self.shared_rows.reaches(target):
+            self.shared_rows.send(flat, target, tag)
             done("send", posted, time.perf_counter())
-            return AnnouncedRow(self._finish_announced)
+            return SentRow(self.shared_rows)
         work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
         if given_away and layout.nbytes <= _SMALL:
-            self._announced.append(_HeldSend(flat, work))
+            self._held.append(_HeldSend(flat, work))
             done("send", posted, time.perf_counter())
-            return AnnouncedRow(self._finish_announced)
+            return _HeldRow(self._finish_held)
 
         def finish() -> None:
             work.wait()
@@ -272,18 +281,16 @@ class HostPointToPoint:
 
         return SentTensor(self._waiting.submit(finish), self._watched_wait)
 
-    def _finish_announced(self) -> None:
-        """Wait until the names of all rows are sent, with one switch of threads."""
-        works, self._announced = self._announced, []
+    def _finish_held(self) -> None:
+        """Wait until all small rows are sent, with one switch of threads."""
+        works, self._held = self._held, []
         if works:
             self._watched_wait.result(self._waiting.submit(lambda: [work.wait() for work in works]))
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
-        if self.shared_rows.reaches(source, layout.nbytes):
-            name = torch.empty(2, dtype=torch.int64, device="cpu")
-            work = dist.irecv(name, src=source, group=self._group, tag=tag)
-            return _Named(work, name, source, layout, self.shared_rows, done)
+        if self.shared_rows.reaches(source):
+            return _FromSharedMemory(source, tag, layout, self.shared_rows, done)
         flat = self.arena.take(layout.nbytes)
         work = dist.irecv(flat, src=source, group=self._group, tag=tag)
         return _Received(work, flat, layout, done)

@@ -2,7 +2,7 @@
 
 NCCL refuses two ranks on one device and gloo does not move device memory, so a tensor is copied to pinned memory on one
 copy stream, sent from there, and copied to the other device on another stream. Between ranks of one host the pinned
-memory is shared (`SharedRows`): what one copied out the other copies in, and gloo carries only the name of the row;
+memory is shared (`SharedRows`): what one copied out the other copies in, and a pipe carries the name of the row;
 between hosts gloo carries the bytes. Copies run beside kernels. A thread waits for the copy out before it sends the
 name, others wait for a name before they copy in, so the thread that launches kernels waits only for what a kernel
 needs.
@@ -11,6 +11,7 @@ needs.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,11 +60,8 @@ class StagedPointToPoint:
     ) -> OutgoingTensor:
         """Post the send of a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
-        if self.shared_rows.reaches(target, layout.nbytes):
-            row = self.shared_rows.take(layout.nbytes)
-            host, message = row.tensor, row.name
-        else:
-            host = message = self.arena.take(layout.nbytes)
+        row = self.shared_rows.take(layout.nbytes) if self.shared_rows.reaches(target) else None
+        host = self.arena.take(layout.nbytes) if row is None else row.tensor
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             began = _mark()
@@ -74,28 +72,32 @@ class StagedPointToPoint:
 
         def post() -> tuple[Any, float]:
             ended.synchronize()
-            return dist.isend(message, dst=target, group=self._group, tag=tag), time.perf_counter()
+            since = time.perf_counter()
+            if row is None:
+                return dist.isend(host, dst=target, group=self._group, tag=tag), since
+            self.shared_rows.send_row(row, target, tag)
+            return None, since
 
         posted = self._senders.submit(post)
 
         def finish() -> None:
             work, since = posted.result()
-            work.wait()
+            if work is None:
+                self.shared_rows.finish()
+            else:
+                work.wait()
             done("send", since, time.perf_counter())
 
         return SentTensor(self._sent.submit(finish), self._watched_wait)
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
-        shared = self.shared_rows.reaches(source, layout.nbytes)
-        message = torch.empty(2, dtype=torch.int64, device="cpu") if shared else self.arena.take(layout.nbytes)
+        come = self._expect(layout, source, tag)
         posted = time.perf_counter()
-        work: Any = dist.irecv(message, src=source, group=self._group, tag=tag)
 
         def land() -> tuple[torch.Tensor, Moment]:
-            work.wait()
+            host = come()
             done("receive", posted, time.perf_counter())
-            host = self.shared_rows.open(source, message, layout.nbytes) if shared else message
             with torch.cuda.device(self._device), torch.cuda.stream(self._in):
                 began = _mark()
                 flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -106,6 +108,19 @@ class StagedPointToPoint:
             return flat, ended
 
         return _Landing(self._receivers.submit(land), layout, self._watched_wait)
+
+    def _expect(self, layout: TensorLayout, source: int, tag: int) -> Callable[[], torch.Tensor]:
+        """A function that waits for the bytes on the host."""
+        if self.shared_rows.reaches(source):
+            return lambda: self.shared_rows.receive(source, tag, layout.nbytes)
+        flat = self.arena.take(layout.nbytes)
+        work: Any = dist.irecv(flat, src=source, group=self._group, tag=tag)
+
+        def come() -> torch.Tensor:
+            work.wait()
+            return flat
+
+        return come
 
     def _keep(self, host: torch.Tensor, until: Moment) -> None:
         """Hold a row until it has been copied; kernels that wait for the copy are launched before."""

@@ -5,8 +5,8 @@ forgotten, and whoever waits for it waits until the timeout, minutes after all o
 to gloo alone. It looks up once a second: has a rank reported a failure, have heartbeats stopped (`FaultMonitor.look`)?
 Where all is well this costs nothing: the wait returns when the work is done, as it would without.
 
-Receives into host memory are the exception (`outcore.run.transport.p2p`, `SharedMemoryAllReduce`): gloo takes the first
-wait for one that is not long enough as the end of the connection. They end when it breaks; where they do not, the fault
+Receives from other hosts into host memory are the exception (`outcore.run.transport.p2p`): gloo takes the first wait
+for one that is not long enough as the end of the connection. They end when it breaks; where they do not, the fault
 monitor ends the rank.
 """
 
@@ -45,7 +45,7 @@ class WatchedWait:
                     if work.is_completed():
                         work.wait()  # raises, unless it was done just now
                         return
-                self._look_up()
+                self.look_up()
 
     def result(self, task: WorkerTask[T]) -> T:
         """What another thread waits for."""
@@ -56,9 +56,10 @@ class WatchedWait:
                 except TimeoutError:
                     if task.over:
                         return task.result()
-                self._look_up()
+                self.look_up()
 
-    def _look_up(self) -> None:
+    def look_up(self) -> None:
+        """Raise if there is nothing to wait for any more."""
         if self.look is not None:
             self.look()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outcore.memory.saved_tensors.trial_steps import TriedOverhead, least_overhead
+from outcore.memory.saved_tensors.least_overhead import TriedOverhead, least_overhead
 
 BUDGET = 1000_000
 
