@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -133,6 +134,13 @@ class Job:
         self, size: int | None = None, device: str | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """A batch as positional arguments, keyword arguments and targets."""
+        inputs, targets = self.made_batch(size, device)
+        if isinstance(inputs, dict):
+            return (), dict(inputs), targets
+        return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}, targets
+
+    def made_batch(self, size: int | None = None, device: str | None = None) -> tuple[Any, Any]:
+        """Inputs and targets as ``batch(size)`` makes them; a `JobError` where it fails or makes something else."""
         made = self._call("batch", self.batch, size or self.size, device=device)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             shown = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
@@ -140,10 +148,7 @@ class Job:
                 f"batch(size) of {self.name} returned {shown}; it must return two: inputs and targets "
                 "(None for targets if there are none)"
             )
-        inputs, targets = made
-        if isinstance(inputs, dict):
-            return (), dict(inputs), targets
-        return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}, targets
+        return made[0], made[1]
 
     def capture(self, size: int | None = None, *, training: bool = True) -> Graph:
         """The graph of the model for one batch, without memory for weights or data where that is possible."""
@@ -202,11 +207,30 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         model=lambda: build(**values),
         batch=functions["batch"],
         loss=functions["loss"],
-        optimizer=functions["optimizer"],
+        optimizer=_checked_optimizer(functions["optimizer"], str(path)),
         dataset=functions["dataset"],
         name=str(path),
         size=getattr(module, "size", 1),
     )
+
+
+def _checked_optimizer(own: Callable[..., Any] | None, name: str) -> Callable[..., torch.optim.Optimizer] | None:
+    """A job's ``optimizer(parameters)``, with a `JobError` where it fails or makes something else."""
+    if own is None:
+        return None
+
+    @functools.wraps(own)
+    def made(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        try:
+            optimizer = own(*args, **kwargs)
+        except Exception as error:
+            raise JobError(f"optimizer(parameters) of {name} failed{_place(error)}: {_first_line(error)}") from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            found = type(optimizer).__name__
+            raise JobError(f"optimizer(parameters) of {name} returned {found}; it must return a torch optimizer")
+        return optimizer
+
+    return made
 
 
 def _has_keras(source: str = "") -> bool:

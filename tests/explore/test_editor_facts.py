@@ -13,6 +13,7 @@ pytest.importorskip("pygls")
 
 from lsprotocol import types as lsp
 
+import outcore
 from outcore.cost.costs import total
 from outcore.cost.profile import profile
 from outcore.explore import language_server
@@ -53,6 +54,38 @@ def test_a_line_has_the_costs_of_its_blocks(path: Path, facts: dict[str, Any]) -
         "- `first` Block → 4×32×64×64",
     ):
         assert words in row["hover"]
+
+
+def test_a_function_called_on_several_lines_has_on_each_the_shapes_of_that_line(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(_TWICE)
+    (rows,) = (
+        {row["line"]: row["hover"] for row in file["lines"]}
+        for file in editor_facts(ExploreSettings(job=str(job)))["files"].values()
+    )
+    for line, shape in (("x = self.a(x).relu()", "1×3×8×8"), ("x = self.b(x).relu()", "1×5×8×8")):
+        assert rows[line_of(_TWICE, line)].endswith(f"`relu()` relu → {shape}")
+
+
+_TWICE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 3, 1), nn.Conv2d(3, 5, 1)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        x = self.b(x).relu()
+        return x.mean((1, 2, 3))
+
+model = Net
+
+def batch(size):
+    return torch.rand(size, 1, 8, 8), None
+"""
 
 
 def test_the_function_around_the_slowest_line_comes_first(path: Path, facts: dict[str, Any]) -> None:
@@ -255,3 +288,8 @@ def test_a_file_is_looked_at_when_it_is_opened_first_and_whenever_it_is_saved(
     opened("untitled:1")
     saved("untitled:1")
     assert seen == [path, path]
+
+
+def test_the_server_tells_editors_its_own_version() -> None:
+    server = language_server.language_server()
+    assert server.protocol.server_info == lsp.ServerInfo(name="outcore", version=outcore.__version__)

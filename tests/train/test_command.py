@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.cli.command import outcore_command
@@ -68,9 +69,16 @@ def test_the_start_says_what_will_be_done(tmp_path: Path) -> None:
         assert f"\n{word}" in "\n" + shown.stdout
 
 
-def test_a_mistake_in_the_job_shows_its_own_traceback(tmp_path: Path) -> None:
+def test_a_mistake_in_the_job_names_its_line_and_shows_its_own_traceback_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = write_job(tmp_path)
     job.write_text(job.read_text() + "\n\ndef loss(output, target):\n    return output.mean() / nothing\n")
+    line = len(job.read_text().splitlines())
+    shown = outcore_command("train", "job.py", "--device", "cpu", folder=tmp_path)
+    assert shown.returncode == 1 and "Traceback" not in shown.stderr
+    assert f"error: NameError: name 'nothing' is not defined at {job}:{line}; " in shown.stderr
+    monkeypatch.setenv("OUTCORE_TRACEBACK", "1")
     shown = outcore_command("train", "job.py", "--device", "cpu", folder=tmp_path)
     assert shown.returncode == 1 and shown.stderr.endswith("NameError: name 'nothing' is not defined\n")
     assert ", in loss\n" in shown.stderr and "typer" not in shown.stderr

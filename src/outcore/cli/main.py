@@ -45,6 +45,7 @@ COMMANDS = {
 }
 """Every command with a line of help; each is the function of its name, in the file of its name."""
 _OPTIONS = ("--version", "--help")
+_WHOLE = "OUTCORE_TRACEBACK"
 _FILES = {"simulate": "plan"}
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
@@ -212,10 +213,30 @@ def _run() -> None:
             typer.echo(f"error: weights cannot be written: {str(error).rpartition(': ')[2]}", err=True)
             sys.exit(1)
         said = _hints(error)
+        if words := _of_the_job(error):
+            typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+            typer.echo("; ".join([words, *said, f"{_WHOLE}=1 before the command shows every line of it"]), err=True)
+            sys.exit(1)
         traceback.print_exception(error.with_traceback(_below_the_command(error.__traceback__)))
         for hint in said:
             typer.echo(hint, err=True)
         sys.exit(1)
+
+
+def _of_the_job(error: Exception) -> str:
+    """What failed in the user's own code, in a sentence; empty where the fault may be outcore's."""
+    from outcore.cli.common.blame import block_of, line_of_the_user
+
+    if os.environ.get(_WHOLE):
+        return ""
+    try:
+        line, block = line_of_the_user(error), block_of(error)
+    except Exception:  # whatever a user's objects do when they are looked at
+        return ""
+    if not line and not block:
+        return ""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
 
 
 def _is_interruption(error: BaseException | None) -> bool:

@@ -25,6 +25,20 @@ def default_loss(output: Any, target: Any) -> torch.Tensor:
         raise TrainError(f"the model returns {type(output).__name__}; write loss(output, target) into the job")
     if target is None:
         raise TrainError("the batches have no targets; write loss(output, target) into the job, or give --data")
+    try:
+        return _usual_loss(output, target)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if type(error) not in (RuntimeError, ValueError, IndexError):  # out of memory, or one of ours
+            raise
+        said = str(error).splitlines()[0].rstrip(".")
+        raise TrainError(
+            f"no loss of an output of shape {tuple(output.shape)} and targets of shape {tuple(target.shape)} "
+            f"({str(target.dtype).removeprefix('torch.')}): {said}; write loss(output, target) into the job, or give "
+            "other targets"
+        ) from error
+
+
+def _usual_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if target.dtype.is_floating_point:
         return F.mse_loss(output, target.reshape(output.shape).to(output.dtype))
     if output.ndim == 1 or output.shape[1] == 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def _line(cost: LineCost, graph: Graph, costs: Costs) -> dict[str, Any]:
         f"| parameters | {format_bytes(t.parameter_bytes)} |\n"
         f"| matrix work | {format_rate(t.flops_forward + t.flops_backward, 'FLOP')} |",
     ]
-    shapes = [_shapes(path, graph) for path in cost.blocks[:_SHAPES]]
+    shapes = [_shapes(path, graph, cost.calls) for path in cost.blocks[:_SHAPES]]
     if len(cost.blocks) > _SHAPES:
         shapes.append(f"- and {len(cost.blocks) - _SHAPES} more")
     return {
@@ -90,9 +90,9 @@ def _line(cost: LineCost, graph: Graph, costs: Costs) -> dict[str, Any]:
     }
 
 
-def _shapes(path: str, graph: Graph) -> str:
-    """A block with the shapes of what it returns."""
-    calls = list(graph.leaves(path))
+def _shapes(path: str, graph: Graph, on_this_line: Container[str]) -> str:
+    """A block with the shapes of what it returns on a line: functions and shared blocks are called on others too."""
+    calls = [call for call in graph.leaves(path) if call.name in on_this_line]
     inside = {call.name for call in calls}
     out = [
         value

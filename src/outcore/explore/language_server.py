@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from outcore.explore.child_process import answer_of
 if TYPE_CHECKING:
     from lsprotocol import types as lsp
     from pygls.lsp.server import LanguageServer
+
 
 __all__ = ["EditorSession", "language_server"]
 
@@ -154,7 +154,9 @@ def language_server() -> LanguageServer:
     from lsprotocol import types as lsp
     from pygls.lsp.server import LanguageServer
 
-    server = LanguageServer("outcore", importlib.metadata.version("pygls"))
+    from outcore import __version__
+
+    server = LanguageServer("outcore", __version__)
     session = EditorSession(server)
 
     @server.feature(lsp.INITIALIZE)

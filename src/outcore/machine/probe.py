@@ -24,6 +24,7 @@ from outcore.errors import MachineError, OutcoreError
 from outcore.machine.device import Device
 from outcore.machine.link import HostLink, Link
 from outcore.machine.machine import VERSION, Machine
+from outcore.machine.units import counted
 
 __all__ = ["Progress", "cache_directory", "probe", "remembered"]
 
@@ -100,7 +101,7 @@ def _facts(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         if name == "cpu":
             cores = cpu.cpu_cores()
             facts[name] = {
-                "name": f"{cpu.cpu_name()} ({cores} cores)",
+                "name": f"{cpu.cpu_name()} ({counted(cores, 'core')})",
                 "kind": "cpu",
                 "memory_bytes": cpu.cpu_memory_bytes(),
                 "sms": cores,

@@ -77,7 +77,11 @@ def format_rate(per_second: float, unit: str) -> str:
 
     >>> format_rate(4.8e12, "B/s"), format_rate(989.4e12, "FLOP/s")
     ('4.80 TB/s', '989 TFLOP/s')
+    >>> format_rate(0, "FLOP")
+    '0 FLOP'
     """
+    if per_second == 0:
+        return f"0 {unit}"
     for prefix in ("", "k", "M", "G", "T"):
         if abs(per_second) < 999.5 or prefix == "T":
             digits = 0 if abs(per_second) >= 99.95 else 1 if abs(per_second) >= 9.995 else 2

@@ -155,7 +155,7 @@ class _Part:
     def __init__(self, job: Job, network: RegionNetwork, batch: int | None, device: torch.device, steps: int) -> None:
         self.network, self.device, self.steps = network, device, steps
         self.model = job.model().to(device).train()
-        given = job.batch(batch or job.size)[0]
+        given = job.made_batch(batch)[0]
         tensors = given if isinstance(given, (tuple, list)) else (given,)
         self.inputs = {name: t.to(device) for name, t in zip(network.graph.inputs, tensors, strict=True)}
         self.constants = {name: t.to(device) for name, t in network.recording.constants.items()}

@@ -58,7 +58,7 @@ class TrainingSetup:
             return under_autocast(built, self.autocast) if self.autocast is not None else built
 
         def batch(size: int) -> tuple[Any, Any]:
-            inputs, target = self.job.batch(size)
+            inputs, target = self.job.made_batch(size)
             return (in_channels_last(inputs) if self.channels_last else inputs), target
 
         optimizer = self.job.optimizer

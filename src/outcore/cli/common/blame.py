@@ -9,13 +9,15 @@ is where it happened. A torchvision built for another torch fails with a sentenc
 from __future__ import annotations
 
 import re
+import traceback
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["block_of", "hints", "install_torchvision", "matching_torchvision"]
+__all__ = ["block_of", "hints", "install_torchvision", "line_of_the_user", "matching_torchvision"]
 
 
 def hints(error: BaseException) -> list[str]:
@@ -32,6 +34,19 @@ def hints(error: BaseException) -> list[str]:
             f"{install_torchvision(torch.__version__, _installed('torchvision'))}"
         )
     return found
+
+
+def line_of_the_user(error: BaseException) -> str:
+    """The innermost line of an error's traceback that is in no installed package: a job's, or of a module beside it."""
+    import sysconfig
+
+    installed = tuple({str(Path(path).resolve()) for path in sysconfig.get_paths().values()})
+    ours = str(Path(__file__).resolve().parents[2])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = str(Path(frame.filename).resolve())
+        if Path(path).is_file() and not path.startswith((ours, *installed)):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
 
 
 def block_of(error: BaseException) -> str:

@@ -184,7 +184,7 @@ class JobFeed:
     def _made(self, epoch: int, number: int) -> MicroBatch:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator(self.seed, epoch, number, 0).initial_seed())
-            made = self.job.batch(self.batch)
+            made = self.job.made_batch(self.batch)
         mine, all_of_them = self.replica
         if all_of_them > 1:
             count = batches.rows(made[0])

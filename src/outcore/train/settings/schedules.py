@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from outcore.errors import ConfigError, suggest
+from outcore.errors import ConfigError, TrainError, suggest
 from outcore.job import Job
 from outcore.train.settings.config import OptimizerConfig, ScheduleConfig
 
@@ -25,7 +25,7 @@ def make_optimizer(config: OptimizerConfig, job: Job) -> Callable[[Iterable[nn.P
         own, lr = job.optimizer, config.lr
 
         def from_job(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            made = own(parameters)
+            made = own(_trainable(parameters, job))
             if lr is not None:
                 for group in made.param_groups:
                     group["lr"] = lr
@@ -37,7 +37,29 @@ def make_optimizer(config: OptimizerConfig, job: Job) -> Callable[[Iterable[nn.P
     if config.lr is not None:
         arguments["lr"] = config.lr
     _fit(kind, arguments, "optimizer")
-    return lambda parameters: kind(parameters, **arguments)
+
+    def by_name(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = _trainable(parameters, job)
+        try:
+            made: torch.optim.Optimizer = kind(given, **arguments)
+        except (TypeError, ValueError) as error:
+            shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            raise ConfigError(
+                f"optimizer {kind.__name__} cannot be made with {shown or 'its defaults'}: {error}"
+            ) from error
+        return made
+
+    return by_name
+
+
+def _trainable(parameters: Iterable[nn.Parameter], job: Job) -> Iterable[nn.Parameter]:
+    given = list(parameters)
+    if not given:
+        raise TrainError(
+            f"the model of {job.name} has no parameter that requires a gradient, so there is nothing to train; "
+            "give it one with requires_grad_(True), or use outcore infer"
+        )
+    return given
 
 
 def find_schedule(config: ScheduleConfig) -> type[lr_scheduler.LRScheduler] | None:

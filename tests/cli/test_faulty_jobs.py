@@ -1,0 +1,102 @@
+"""Mistakes in a job, one for each thing that a job says: one sentence that names it and what to do, and no traceback.
+
+Every command takes every job; what a command does not use may be wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import outcore_command
+
+GOOD = {
+    "model": "return nn.Sequential(nn.Conv2d(3, 4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))",
+    "batch": "return torch.rand(size, 3, 8, 8), torch.randint(2, (size,))",
+    "loss": "return F.cross_entropy(output, target)",
+    "optimizer": "return torch.optim.SGD(parameters, lr=0.1)",
+}
+ARGUMENTS = {"model": "", "batch": "size", "loss": "output, target", "optimizer": "parameters"}
+EVERY = ("graph", "profile", "plan", "verify", "train", "whatif")
+TRAINING = ("train",)
+# What is wrong: the function, its body (none: it is not there), who notices it, and what is said.
+FAULTS: dict[str, tuple[str, str | None, tuple[str, ...], str]] = {
+    "model raises": ("model", "raise ValueError('no weights here')", EVERY, "no weights here"),
+    "model gives nothing": ("model", "pass", EVERY, "must return a torch.nn.Module"),
+    "model needs a GPU": ("model", "return nn.Linear(1, 1).cuda()", EVERY, "model() of"),
+    "no parameters": ("model", "return nn.Flatten()", TRAINING, "no parameter that requires a gradient"),
+    "all frozen": ("model", "return nn.Linear(8, 2).requires_grad_(False)", TRAINING, "nothing to train"),
+    "another number of channels": (
+        "batch",
+        "return torch.rand(size, 1, 8, 8), torch.zeros(size).long()",
+        EVERY,
+        "block 0",
+    ),
+    "batch raises": ("batch", "raise KeyError('mask')", EVERY, "KeyError: 'mask'"),
+    "batch gives nothing": ("batch", "pass", EVERY, "it must return two"),
+    "batch without targets": ("batch", "return torch.rand(size, 3, 8, 8)", EVERY, "it must return two"),
+    "other targets": (
+        "batch",
+        "return torch.rand(size, 3, 8, 8), torch.zeros(size + 3).long()",
+        TRAINING,
+        "match target",
+    ),
+    "loss raises": ("loss", "return F.mse_loss(output, target.view(99))", TRAINING, "job.py:"),
+    "loss without a gradient": ("loss", "return torch.zeros(())", TRAINING, "loss"),
+    "loss that is no number": ("loss", "return output", TRAINING, "loss"),
+    "optimizer raises": ("optimizer", "return torch.optim.SGD(parameters, lr=-1)", TRAINING, "Invalid learning rate"),
+    "optimizer gives nothing": ("optimizer", "pass", TRAINING, "it must return a torch optimizer"),
+}
+OPTIONS = {
+    "train": ("-b", "2", "--steps", "1", "--out", "run"),
+    "plan": ("--memory", "95%"),
+    "verify": ("--memory", "95%"),
+    "whatif": ("--if", "amp"),
+}
+
+
+def write_job(folder: Path, fault: str) -> Path:
+    which, body, _, _ = FAULTS[fault]
+    functions = {**GOOD, which: body}
+    if fault == "other targets":  # the loss that is assumed where a job has none
+        functions["loss"] = None
+    text = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+    for name, lines in functions.items():
+        if lines is not None:
+            text += f"\n\ndef {name}({ARGUMENTS[name]}):\n    {lines}\n"
+    (folder / "job.py").write_text(text)
+    return folder / "job.py"
+
+
+def faulty(commands: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [
+        (command, fault) for fault, (_, _, noticed, _) in FAULTS.items() for command in noticed if command in commands
+    ]
+
+
+def check(command: str, fault: str, folder: Path) -> None:
+    write_job(folder, fault)
+    shown = outcore_command(command, "job.py", *OPTIONS.get(command, ()), folder=folder)
+    printed = shown.stdout + shown.stderr
+    assert shown.returncode == 1, printed
+    assert "Traceback" not in printed and "error: " in shown.stderr
+    assert FAULTS[fault][3] in " ".join(shown.stderr.split()), shown.stderr
+
+
+@pytest.mark.parametrize(("command", "fault"), faulty(("train",)))
+def test_training_says_in_a_sentence_what_is_wrong_with_a_job(command: str, fault: str, tmp_path: Path) -> None:
+    check(command, fault, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "fault"), faulty(("graph", "profile", "plan", "verify", "whatif")))
+def test_every_command_says_in_a_sentence_what_is_wrong_with_a_job(command: str, fault: str, tmp_path: Path) -> None:
+    check(command, fault, tmp_path)
+
+
+def test_the_traceback_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_job(tmp_path, "loss raises")
+    monkeypatch.setenv("OUTCORE_TRACEBACK", "1")
+    shown = outcore_command("train", "job.py", *OPTIONS["train"], folder=tmp_path)
+    assert shown.returncode == 1 and "Traceback" in shown.stderr and "target.view(99)" in shown.stderr
