@@ -100,10 +100,35 @@ class SavedBuffer(ReplayBuffer):
         """What it is made from is about to be overwritten: bring it back now, and keep it."""
         if not isinstance(self.policy, Recompute) or self.memory is not None or not self.writers:
             return
-        memory = self.bring_back()
+        self.memory = self._brought_back_early()
         self.away, self.policy = False, KEEP
-        self.version, self.rescued = memory._version, True
+        self.version, self.rescued = self.memory._version, True
         self._forget_writers()
+
+    def _brought_back_early(self) -> torch.Tensor:
+        """Its memory, made before backward asks for it.
+
+        What it is made from is not used up by that: whatever comes back on the way can come back again, so nobody
+        counts who asked, and it leaves again. (In a backward that frees its graph everything comes back once.)
+        """
+        if not graph_is_kept():
+            return self.bring_back()
+        self.owner.rescuing = came = []
+        try:
+            memory = self.bring_back()
+        finally:
+            self.owner.rescuing = None
+        for cell in came:
+            if cell is not self and cell.away:
+                cell.memory = None
+        return memory
+
+    def bring_back(self) -> torch.Tensor:
+        """Restore the memory and keep it for later uses."""
+        memory = super().bring_back()
+        if self.owner.rescuing is not None:
+            self.owner.rescuing.append(self)
+        return memory
 
     # Backward
 
@@ -122,6 +147,8 @@ class SavedBuffer(ReplayBuffer):
         elif self.spoiled or (not self.away and memory._version != self.version):
             self._refuse()
         tensor = over(memory, geometry, self.dtype)
+        if self.owner.rescuing is not None:
+            return tensor
         self.asked += 1
         if self.asked >= self.uses:
             self.asked = 0
@@ -172,6 +199,8 @@ class SavedBuffer(ReplayBuffer):
             for i in range(1, len(writers)):
                 writers[i].run(made, keeper)
             self.memory = made.detach() if made.requires_grad else made
+        if self.owner.rescuing is not None:
+            self.owner.rescuing.append(self)
         if not graph_is_kept():
             self.writers = []
 

@@ -59,6 +59,8 @@ class SavedBuffers:
         """Address of a storage -> cells that are made again from what is in it."""
         self._copying: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell whose copy out may be under way."""
+        self.rescuing: list[SavedBuffer] | None = None
+        """While a cell is brought back before its time: what else came back for it."""
 
     # Forward
 
