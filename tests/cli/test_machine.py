@@ -61,7 +61,13 @@ def test_a_calibration_says_how_far_off_it_is_by_kind(monkeypatch: pytest.Monkey
     def calibrate(device: Any, place: str, *, dtypes: Any, seconds: float, progress: Any) -> Any:
         asked.append((device.name, place, dtypes, seconds))
         progress(1.0, 2.0, "convolutions")
-        return [SimpleNamespace(dtype="tf32", models={"conv": 1}, errors=lambda: {"conv": (120, "forest", 0.05, 0.2)})]
+        return [
+            SimpleNamespace(
+                dtype="tf32",
+                models={"conv/forward": SimpleNamespace(samples=120)},
+                errors=lambda: {"conv": (120, "forest", 0.05, 0.2)},
+            )
+        ]
 
     monkeypatch.setattr("outcore.cli.machine.probe", lambda **_: parse("v100"))
     monkeypatch.setattr("outcore.cost.measured.calibrate.calibrate", calibrate)

@@ -69,7 +69,7 @@ def test_sizes_are_shown_in_binary_units(nbytes: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("rate", "text"),
     [
-        (0, "0.00 B/s"),
+        (0, "0 B/s"),
         (9.994, "9.99 B/s"),
         (9.996, "10.0 B/s"),
         (99.94, "99.9 B/s"),

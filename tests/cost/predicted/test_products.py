@@ -60,7 +60,7 @@ def model(efficiency: float, *, error: float = 0.1, biased: bool = False) -> Any
     low = np.zeros(len(NAMES))
     low[NAMES.index("bias")] = float(biased)
     return Efficiencies(
-        median=efficiency, errors={"median": error}, low=low, ceiling=BASE, spread=(0.9, 1.2), dispatch_s=0.0
+        median=efficiency, rate=0.0, errors={"median": error}, low=low, ceiling=BASE, spread=(0.9, 1.2), dispatch_s=0.0
     )
 
 
