@@ -166,3 +166,12 @@ def test_whenever_a_rank_fails_all_end_before_the_transports_timeout(ranks: Pool
     for _ in range(40):
         outcomes = ranks.outcomes(fail, 3, "backward", 1, 2, timeout_s=200.0, grace_s=190.0)
         assert [text.startswith("EngineError: rank 1, stage 1") for _, text in outcomes] == [True] * 3, outcomes
+
+
+def test_a_wait_for_a_rank_that_is_alive_and_stuck_ends() -> None:
+    """Nothing breaks there, so only time tells."""
+    waiting = WatchedWait(CurrentWork())
+    waiting.limited("rank 1")()
+    waiting.timeout_s = -1.0
+    with pytest.raises(ConnectionError, match="rank 1 has not answered for"):
+        waiting.limited("rank 1")()

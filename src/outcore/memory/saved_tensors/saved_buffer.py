@@ -113,7 +113,8 @@ class SavedBuffer(ReplayBuffer):
         """
         if not graph_is_kept():
             return self.bring_back()
-        self.owner.rescuing = came = []
+        came: list[SavedBuffer] = []
+        self.owner.rescuing = came
         try:
             memory = self.bring_back()
         finally:

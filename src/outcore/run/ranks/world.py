@@ -105,6 +105,7 @@ class World:
             if size == 1:
                 return cls(0, 1, local, None, None, owned=False)
             world = cls(rank, size, local, None, None, owned=False)
+            world.watched_wait.timeout_s = timeout_s
             world.group, world.p2p_group = (world.new_group(range(size), timeout_s) for _ in range(2))
             known = _met[-1].beside() if _met else None
             world.meeting = known if known is not None else meet_over(world, timeout_s)
@@ -118,6 +119,7 @@ class World:
         meeting = meet(identity, timeout_s)
         _met.append(meeting)
         world = cls(identity.rank, identity.size, identity.local_rank, None, meeting, owned=True)
+        world.watched_wait.timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
         with world._lines.noted():
             dist.init_process_group(

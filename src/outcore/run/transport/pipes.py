@@ -9,7 +9,8 @@ written to shared memory before it writes to the pipe is seen by whoever has rea
 Each rank makes a pipe to every other, whose reading end the other opens through /proc. Messages have a tag, and those
 of one tag arrive in the order in which they were sent. A message that does not fit into a full pipe waits in the sender
 until there is room: while it sends, waits, or finishes the step. A pipe whose other end is gone ends a wait at once;
-otherwise a wait looks once a second whether there is still anybody to wait for (`WatchedWait`).
+otherwise a wait looks once a second whether there is still anybody to wait for, and whether it has taken too long
+(`WatchedWait`).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class SharedRows:
     def receive(self, source: int, tag: int, nbytes: int) -> torch.Tensor:
         """So many bytes that a rank sends, once they are there; their row is free when the last tensor over it is
         gone."""
-        message = self._pipes.receive(source, tag, self._watched_wait.look_up)
+        message = self._pipes.receive(source, tag, self._watched_wait.limited(f"rank {source}"))
         if not self._is_inline(nbytes):
             return self._open(source, message, nbytes)
         return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[:nbytes]
@@ -132,7 +132,7 @@ class SharedRows:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        self._pipes.finish(self._watched_wait.look_up)
+        self._pipes.finish(self._watched_wait.limited("a rank that is sent something"))
 
     def _is_inline(self, nbytes: int) -> bool:
         return nbytes <= INLINE_BYTES and self._device.type == "cpu"

@@ -12,6 +12,8 @@ monitor ends the rank.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -33,6 +35,8 @@ class WatchedWait:
         self.place = place
         self.look: Callable[[], None] | None = None
         """Raises if there is nothing to wait for any more."""
+        self.timeout_s = math.inf
+        """After which a wait that is not gloo's ends; gloo's groups have it of their own."""
 
     def wait(self, work: Any) -> None:
         """Wait until a collective operation of gloo is done; raises what went wrong."""
@@ -62,6 +66,18 @@ class WatchedWait:
         """Raise if there is nothing to wait for any more."""
         if self.look is not None:
             self.look()
+
+    def limited(self, whom: str) -> Callable[[], None]:
+        """What a wait for a rank that begins now has to call now and then; raises also when it has taken too long, as
+        for a rank that is alive and stuck."""
+        began = time.monotonic()
+
+        def look() -> None:
+            self.look_up()
+            if time.monotonic() - began > self.timeout_s:
+                raise ConnectionError(f"{whom} has not answered for {self.timeout_s:.0f} s")
+
+        return look
 
     def sum_(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         """Add a tensor on the host over a group, in place."""
