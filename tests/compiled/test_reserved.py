@@ -9,8 +9,8 @@ import pytest
 
 from outcore.allocator.caching_allocator import reserved_by
 from outcore.allocator.process_limit import limit_for
-from outcore.compiled.lifetimes import Held, StepOfGraph, step_of
-from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of, smaller
+from outcore.compiled.lifetimes import Held, StepOfGraph, Way, step_of
+from outcore.compiled.pieces import Piece, PieceChooser, choose_all_reserved, peak_of, smaller, within
 from outcore.compiled.reserved import Allocator, choose_reserved, step_events
 from outcore.compiled.search import Frontier, search
 from tests.compiled.oracle import living_peak
@@ -122,3 +122,21 @@ def test_after_a_choice_that_did_not_fit_comes_another_and_before_a_refusal_the_
         found.append(tried[0].chosen.peak_bytes if tried is not None else None)
         asked.append([p.kept for p in tried] if tried is not None else None)
     assert found == [70, 30, 50, None]
+
+
+def test_values_leave_the_device_only_where_that_is_worth_it() -> None:
+    """One graph in which values leave is compiled with less freedom, which is more than a small gain."""
+    away = (Way(0, None, 0),)
+    for gain, leaves in ((0.02, False), (0.2, True)):
+        points = [point(90, 1.0, 90), replace(point(50, 1.5 * (1 - gain), 50), ways=away), point(50, 1.5, 50)]
+        known = [Piece(Frontier(points, staying=[points[0], points[2]]), points[0], ())]
+        for budget, wanted in ((100, False), (60, leaves)):
+            found = within(known, budget, None, staying_first=False)
+            assert found is not None and bool(found[0].chosen.ways) is wanted
+        found = within(known, 60, None, staying_first=True)
+        assert found is not None and not found[0].chosen.ways
+    small = [replace(point(40, 2.0, 40), ways=away)]
+    known = [Piece(Frontier([*points, *small], staying=[points[0], points[2]]), points[0], ())]
+    for first in (True, False):
+        found = within(known, 45, None, staying_first=first)
+        assert found is not None and found[0].chosen.ways  # nothing else is within the budget

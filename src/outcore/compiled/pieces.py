@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 _COUNTABLE = 4096
+_WORTH = 0.95
+"""What a step in which values leave the device must take, by prediction, over one in which none does: for its sake all
+of the graph is laid out as traced, and buffers are not used again, which no prediction has in it."""
 _BLOCK = 512
 """What is copied out begins at multiples of this."""
 
@@ -138,13 +141,18 @@ def within(
         budget_bytes: for all.
         allocator: of a device where reserved memory counts.
         staying_first: let values leave the device only if nothing else is within the budget, where rates are too rough
-            to say which is faster, a copy or making it again.
+            to say which is faster, a copy or making it again; otherwise where it saves some of the time, too.
     """
-    chosen = None
-    if staying_first:
-        chosen = choose_all_reserved([p.frontier.without_copies() for p in known], budget_bytes, allocator)
-    if chosen is None:
-        chosen = choose_all_reserved([p.frontier for p in known], budget_bytes, allocator)
+
+    def fits(points: list[StepOfGraph]) -> bool:
+        reserved = 0 if allocator is None else allocator.overhead(points)
+        return budget_bytes is None or peak_of(points) + reserved <= budget_bytes
+
+    chosen = choose_all_reserved([p.frontier.without_copies() for p in known], budget_bytes, allocator)
+    if chosen is None or not staying_first:
+        moving = choose_all_reserved([p.frontier for p in known], budget_bytes, allocator)
+        if chosen is None or moving is None or not fits(chosen) or seconds_of(moving) < _WORTH * seconds_of(chosen):
+            chosen = moving
     return None if chosen is None else [replace(p, chosen=point) for p, point in zip(known, chosen, strict=True)]
 
 

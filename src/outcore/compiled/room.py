@@ -17,7 +17,7 @@ from outcore.compiled.trial_step import distinct_bytes
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph.structure import leaves
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, rounded_up
 
 __all__ = ["Room", "library_bytes", "refusal", "room_of"]
 
@@ -110,7 +110,7 @@ def refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
     """
     refused = PlanError(
         f"a compiled training step cannot be done within {format_bytes(budget_bytes)}: {what} needs "
-        f'{format_bytes(least_bytes)}; give memory="{-(-least_bytes // 2**20)}MiB" or more, a smaller batch, or '
+        f'{format_bytes(least_bytes)}; give memory="{rounded_up(least_bytes)}" or more, a smaller batch, or '
         "leave compile=True away"
     )
     refused.least_bytes = least_bytes

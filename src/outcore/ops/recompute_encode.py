@@ -29,7 +29,10 @@ Lossy ones (fewer bits per number) are never chosen unless they are asked for by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
 
 from outcore.ops.registry import Facet, find, kinds
 
@@ -54,6 +57,29 @@ FOLDS: Facet[bool] = Facet("folds", "multiplies by a matrix that requires a grad
 FOLDS.add(True, "matmul", "rmatmul", "linear")
 FOLDING = FOLDS.where()
 """Names of operations whose way of computing depends on whether the matrix requires a gradient."""
+
+ATOMS: frozenset[type] = frozenset(
+    {int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size}
+    | {torch.memory_format, torch.layout, torch.Generator}
+)
+"""Types of arguments that nobody can change."""
+
+
+def can_be_held(value: Any, *tensors: type) -> bool:
+    """Whether an argument can be held until its call runs again: a tensor, or what cannot change or is copied.
+
+    A plan and the forward that follows it have to agree on this: what was planned to be made again and cannot be held
+    is kept, and was not counted.
+    """
+    kind = type(value)
+    if kind in ATOMS or isinstance(value, (np.generic, torch.Tensor, *tensors)):
+        return True
+    if kind is slice:
+        value = value.start, value.stop, value.step
+    elif kind is not tuple and not isinstance(value, list):
+        return False
+    return all(can_be_held(part, *tensors) for part in value)
+
 
 NEEDED: Facet[Need] = Facet("backward reads", "what backward needs of the tensor it keeps, if less than its numbers")
 NEEDED.add("sign", "relu")

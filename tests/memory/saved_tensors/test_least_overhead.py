@@ -74,3 +74,14 @@ def test_what_costs_no_time_is_not_made_finer() -> None:
 
     assert least_overhead(attempt, BUDGET).taken_bytes == BUDGET // 2
     assert len(asked) == 2
+
+
+def test_without_time_something_that_holds_is_still_looked_for_and_then_left_as_it_is() -> None:
+    """A machine that is busy, or a process that was stopped for a while, gets a plan that holds all the same."""
+    asked, attempt = tried(lambda free: int(1.3 * (BUDGET - free)))
+    found = least_overhead(attempt, BUDGET, late=lambda: True)
+    assert found.taken_bytes <= BUDGET
+    in_time, again = tried(lambda free: int(1.3 * (BUDGET - free)))
+    assert least_overhead(again, BUDGET).free_bytes <= found.free_bytes and in_time[: len(asked)] == asked
+    overshot = [free for free in asked if 1.3 * (BUDGET - free) <= BUDGET]
+    assert overshot == asked[-1:]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import outcore
+from outcore.cost.buffers import buffers_of
+from outcore.cost.measured.saved_bytes import account
 
 
 def test_running_statistics_that_another_call_moves_in_between() -> None:
@@ -68,3 +71,42 @@ def test_what_is_brought_back_before_it_is_overwritten_uses_nothing_up(deep: boo
             loss.backward()
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+
+
+class _Axes(list[int]):
+    """As Keras keeps a list that a layer has for an attribute."""
+
+
+class _Axis(int):
+    """An argument of a type that nobody knows."""
+
+
+class _Means(nn.Module):
+    """Notes the memory of a mean, which backward needs."""
+
+    def __init__(self, axes: object) -> None:
+        super().__init__()
+        self.layer, self.axes = nn.Linear(4, 4), axes
+        self.made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = torch.mean(self.layer(x), dim=self.axes, keepdim=True)
+        self.made.append(weakref.ref(mean.untyped_storage()))
+        return torch.square(mean) + x
+
+
+@pytest.mark.parametrize("axes", [[0, 1], _Axes([0, 1]), _Axis(1)])
+def test_a_plan_counts_on_what_can_be_made_again_with_its_arguments_alone(axes: object) -> None:
+    """A mean over the axes that a Keras layer keeps was planned to be made again, and was kept."""
+    torch.manual_seed(0)
+    model, x = _Means(axes).double(), torch.randn(3, 4, dtype=torch.float64)
+    graph = outcore.capture(model, (x,))
+    can = not buffers_of(graph, account(graph))["mean()#0:out"].obstacle
+    assert can == (type(axes) is not _Axis)
+    twin = copy.deepcopy(model)
+    outcore.within(model, (x,), memory=None, plan={"mean()#0:out": "recompute"} if can else {}, quiet=True)
+    made = model(x)
+    assert (model.made[-1]() is None) == can
+    for one in (made, twin(x)):
+        one.sum().backward()
+    assert torch.equal(model.layer.weight.grad, twin.layer.weight.grad)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, rounded_up
 from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall
 
@@ -66,7 +66,7 @@ def planned_again(
     least = min(managed_forward.tried[key])
     warnings.warn(
         f"outcore: as CUDA graphs this step takes {format_bytes(least)}, more than the "
-        f'{format_bytes(settings.budget_bytes)} it may; it runs call by call; give memory="{-(-least // 2**20)}MiB" '
+        f'{format_bytes(settings.budget_bytes)} it may; it runs call by call; give memory="{rounded_up(least)}" '
         "or more for graphs",
         stacklevel=4,
     )

@@ -34,7 +34,11 @@ class TriedOverhead:
 
 
 def least_overhead(
-    attempt: Callable[[int], TriedOverhead | None], budget_bytes: int, begin_bytes: int = 0, tries: int = _TRIES
+    attempt: Callable[[int], TriedOverhead | None],
+    budget_bytes: int,
+    begin_bytes: int = 0,
+    tries: int = _TRIES,
+    late: Callable[[], bool] = lambda: False,
 ) -> TriedOverhead:
     """The fastest step that was seen to stay within a budget; if none did, the one that took least.
 
@@ -44,6 +48,8 @@ def least_overhead(
         budget_bytes: the most that may be reserved.
         begin_bytes: to leave free at first.
         tries: at most so many.
+        late: whether time is up; then what holds is not made faster. Until something holds, time does not count: a busy
+            machine must not get another plan.
     """
     fine = int(_FINE * budget_bytes)
     first = attempt(begin_bytes)
@@ -57,7 +63,7 @@ def least_overhead(
         low = max(over, key=lambda t: t.free_bytes)
         if held:
             best = min(held, key=lambda t: t.free_bytes)
-            if best.time_s <= _SLOWER * low.time_s or best.free_bytes - low.free_bytes <= fine:
+            if late() or best.time_s <= _SLOWER * low.time_s or best.free_bytes - low.free_bytes <= fine:
                 break
             free = (low.free_bytes + best.free_bytes) // 2
         else:

@@ -21,6 +21,7 @@ from outcore.memory.chunked_loss.dry_run import stays_lazy
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.op_fusion.profitability import step_s
 from outcore.memory.op_fusion.select import SelectedFusions
+from outcore.memory.saved_tensors.cudnn_search import plan_repeatable, warn_of_differing
 from outcore.memory.saved_tensors.plan_cache import known_least, known_policy, remember_least, remember_plan
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.chunked_region import find_region
@@ -148,18 +149,30 @@ def _proposed(
     near: MemoryPlan | None = None,
 ) -> CallProposal:
     """A proposal with every layer as it is."""
+
+    def planned(network: Graph, rows: Costs) -> MemoryPlan:
+        def with_costs(rows: Costs) -> MemoryPlan:
+            return _plan(network, rows, settings, device, first, inherited=inherited, near=near)
+
+        if settings.reassociated or settings.policy is not None:
+            plan = with_costs(rows)
+            if not settings.reassociated:
+                warn_of_differing(plan, network, device)
+            return plan
+        return plan_repeatable(with_costs, network, rows, device)
+
     rate = memory_rate(device)
     fused = SelectedFusions()
     if settings.reassociated and settings.fuse:
         fused = SelectedFusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
         fused = fused.sparing(settings.policy or ())
     written, expected = fused.applied(graph, model, costs, rate)
-    plan = _plan(written, expected, settings, device, first, inherited=inherited, near=near)
+    plan = planned(written, expected)
     if not plan.state.idle:
         before, fused = fused, fused.with_state_elsewhere()
         if fused.scales != before.scales:  # then it is another network
             written, expected = fused.applied(graph, model, costs, rate)
-            plan = _plan(written, expected, settings, device, first, inherited=inherited, near=near)
+            plan = planned(written, expected)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     if written is not graph and order.plain_s is None:  # a plan is held against training as the user wrote it
         order = _against_plain(order, graph, costs, settings)

@@ -36,29 +36,12 @@ from outcore.memory.replay.replay_recompute import (
     under_autocast,
 )
 from outcore.memory.saved_tensors.layer_functions import function_of
-from outcore.ops.recompute_encode import FOLDING, again
+from outcore.ops.recompute_encode import ATOMS, FOLDING, again
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
     from outcore.memory.replay.replay_buffer import ReplayBuffer
 
-_ATOMS = frozenset(
-    {
-        int,
-        float,
-        bool,
-        complex,
-        str,
-        type(None),
-        type(Ellipsis),
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        torch.memory_format,
-        torch.layout,
-        torch.Generator,
-    }
-)
 _FROM_HOST = {"tensor", "as_tensor"}
 """What they read may be changed by its owner."""
 _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -220,11 +203,12 @@ class _Holder:
         kind = type(value)
         if kind is torch.Tensor or kind is nn.Parameter:
             return self.tensor(value, kind is nn.Parameter)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
-        if kind is tuple or kind is list:
+        if kind is tuple or isinstance(value, list):  # a list that is tracked (Keras') becomes a plain one
             self.nested = True
-            return kind([self.held(v) for v in value])
+            made = [self.held(v) for v in value]
+            return tuple(made) if kind is tuple else made
         if kind is slice:
             self.nested = True
             return slice(*(self.held(v) for v in (value.start, value.stop, value.step)))
@@ -298,7 +282,7 @@ def record(
         run = _NORMS[name][1]
         args, kwargs = _with_own_statistics(args, kwargs)
     try:
-        template = [a if type(a) in _ATOMS else holder.held(a) for a in args]
+        template = [a if type(a) in ATOMS else holder.held(a) for a in args]
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else kwargs
         known = function_of(module) if module is not None and len(args) == 1 and not kwargs else None
         if known is not None:

@@ -49,7 +49,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, rounded_up
 from outcore.memory.cuda_graphs.pool import give_back, without_limit
 from outcore.memory.param_offload.buckets import calls_of, uses_of
 from outcore.memory.param_offload.offloader import StateOffloader
@@ -74,7 +74,7 @@ of it where the process has a limit and state moves, which copies of other lengt
 _MOVING = 0.15
 """Share of the budget that is left free where no steps can be tried; with half of it, VGG-16 had to look for room."""
 _SECONDS = 8.0
-"""After so long nothing more is tried."""
+"""After so long a plan that holds is not made faster."""
 
 
 def run_trial_steps(
@@ -143,7 +143,7 @@ def run_trial_steps(
     taken = found[first].taken_bytes
     warnings.warn(
         f"outcore: a step reserves {format_bytes(taken)}, more than {format_bytes(budget)}, with what the "
-        f'allocator leaves unused between tensors; memory="{-(-taken // 2**20)}MiB" would hold',
+        f'allocator leaves unused between tensors; memory="{rounded_up(taken)}" would hold',
         stacklevel=3,
     )
 
@@ -154,7 +154,7 @@ def _no_room(budget: int, least: int, others: int = 0) -> PlanError:
     refused = PlanError(
         f"a training step cannot be done within {format_bytes(budget)} as a limit of this process: with what the "
         f"allocator leaves unused between tensors, the smallest step that was found reserves {format_bytes(least)}"
-        f'{beside}; give memory="{-(-(least + others) // 2**20)}MiB" or more and such a limit, or a smaller batch'
+        f'{beside}; give memory="{rounded_up(least + others)}" or more and such a limit, or a smaller batch'
     )
     refused.least_bytes = -(-(least + others) // 2**20) * 2**20
     return refused
@@ -183,7 +183,7 @@ def _leave_some(managed_forward: ManagedForward, key: Hashable, args: Any, kwarg
         raise _no_room(budget, least)
     warnings.warn(
         f"outcore: tensors alone fill {format_bytes(budget)}, and what the allocator leaves unused between them comes "
-        f'on top; memory="{-(-least // 2**20)}MiB" would leave room for it',
+        f'on top; memory="{rounded_up(least)}" would leave room for it',
         stacklevel=4,
     )
 
@@ -223,8 +223,6 @@ class _Trial:
         """Where state lives, by its place among what was asked for."""
         self.made: dict[tuple[int, int], tuple[PlannedCall, Settings]] = {(self.rung, 0): (entry, self.asked)}
         """By rung, and by what they leave free in addition."""
-        self.end = 0.0
-        """When nothing more is tried."""
         self.limited = False
         """Whether the process has a limit of its own."""
 
@@ -244,12 +242,12 @@ class _Trial:
         share = _STEP if not self.asked.states[self.rung].idle else _CAREFUL if careful else 0.0
         free = int(share * room)
         begin = free if free and self.plan(free) else 0
-        self.end = time.monotonic() + _SECONDS
-        return least_overhead(self, room, begin)
+        end = time.monotonic() + _SECONDS
+        return least_overhead(self, room, begin, late=lambda: time.monotonic() > end)
 
     def __call__(self, free_bytes: int) -> TriedOverhead | None:
         """A step that leaves so many bytes free."""
-        if time.monotonic() > self.end or not self.plan(free_bytes):
+        if not self.plan(free_bytes):
             return None
         entry = self.made[self.rung, free_bytes][0]
         return TriedOverhead(free_bytes, self.reserved(entry), entry.plan.outcome.time_s)

@@ -21,7 +21,7 @@ from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, rounded_up
 from outcore.ops.recompute_encode import LOSSY
 from outcore.planner.memory.buckets import OffloadableParams
 from outcore.planner.memory.chunked_region import ChunkedRegion
@@ -100,7 +100,9 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak."""
+        """Predicted peak; where all is kept and stays, that of plain training."""
+        if self.known_plain_bytes is not None and not self.policy and self.state == StatePolicy():
+            return self.known_plain_bytes
         return self.outcome.peak_bytes + self.reserved_bytes
 
     @property
@@ -299,7 +301,7 @@ def _refusal(
         f"a training step cannot be done within {format_bytes(budget_bytes)}: the smallest budget that was "
         f"found is {format_bytes(smallest)} (reached in {place(keeping, int(least.curve.argmax()))}; "
         f'{place(keeping, at)} alone needs {format_bytes(alone)}); give memory="'
-        f'{-(-smallest // 2**20)}MiB" or more, or a smaller batch'
+        f'{rounded_up(smallest)}" or more, or a smaller batch'
     )
     refused.least_bytes = smallest
     return refused
