@@ -61,7 +61,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     said = []
     for row in rows:
         if "measured_bytes" not in row:
-            said.append(f"- {row['model']} {row.get('budget', '')}: {row.get('refused') or row.get('failed')}")
+            lines_of = str(row.get("refused") or row.get("failed")).strip().splitlines()
+            why = [line for line in lines_of if not line.startswith(("WARNING", "I0000"))]  # TensorFlow's notes
+            said.append(f"- {row['model']} {row.get('budget', '')}: {' '.join(why) or 'ended from outside'}")
             continue
         sizes = [row.get(f"{kind}_bytes") for kind in columns]
         shown = [f"{size / 2**20:.3f}" if size else "" for size in sizes]

@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of ``fit`` on TensorFlow: eleven models, three budgets; prints JSON lines.
+"""Predicted and measured peaks of ``fit`` on TensorFlow: twelve models, three budgets; prints JSON lines.
 
     python -m tests.keras.measured_memory [name ...]
 
@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[Any, int]] = {
     "vision-transformer": (_vision_transformer, 8),
     "ResNet50": (lambda: _application("ResNet50"), 8),
     "VGG16": (lambda: _application("VGG16"), 8),
+    "MobileNet": (lambda: _application("MobileNet"), 8),
     "MobileNetV2": (lambda: _application("MobileNetV2"), 8),
     "DenseNet121": (lambda: _application("DenseNet121"), 8),
 }

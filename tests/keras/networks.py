@@ -127,7 +127,7 @@ APPLICATIONS = {
     "ResNet152V2": 32, "InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71, "MobileNet": 64, "MobileNetV2": 64,
     "MobileNetV3Small": 64, "MobileNetV3Large": 64, "DenseNet121": 64, "DenseNet169": 64, "DenseNet201": 64,
     "EfficientNetB0": 64, "EfficientNetB1": 32, "EfficientNetB2": 32,
-    "EfficientNetB3": 64, "EfficientNetV2B0": 32, "EfficientNetV2B1": 32, "EfficientNetV2S": 32, "ConvNeXtTiny": 32,
-    "ConvNeXtSmall": 32,
+    "EfficientNetB3": 64, "EfficientNetV2B0": 32, "EfficientNetV2B1": 32, "EfficientNetV2B2": 32,
+    "EfficientNetV2B3": 32, "EfficientNetB4": 32, "EfficientNetV2S": 32, "ConvNeXtTiny": 32, "ConvNeXtSmall": 32,
 }  # fmt: skip
 """Models of keras.applications that run on torch too (NASNet does not), and the size of images."""

@@ -154,18 +154,6 @@ def test_a_model_written_as_a_class_trains_within_a_budget() -> None:
     assert same([plain(x)], [model(x)], 0.0)
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_micro_batches_have_the_gradients_of_the_whole_batch(eager: bool) -> None:
-    def build() -> Any:
-        keras.utils.set_random_seed(0)
-        given = keras.Input((8, 8, 3))
-        x = L.Conv2D(4, 3, padding="same", activation="tanh", kernel_regularizer="l2")(given)
-        return keras.Model(given, L.Dense(3)(L.Flatten()(x)))
-
-    model = outcore.keras.within(build(), [(4, 8, 8, 3)], memory=None, micro_batches=3, quiet=True)
-    assert same(fitted(build(), eager), fitted(model, eager), 1e-10)  # batches of 4 and of 2, which is less than 3
-
-
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_is_refused() -> None:
     with pytest.raises(PlanError, match="smallest peak found"):

@@ -76,7 +76,9 @@ def buffers_of(operations: list[Any]) -> dict[Any, Any]:
     return owner
 
 
-def graph_memory(graph: Any, standing: Sequence[int] = (), steps: int = 2, workers: int = 2) -> GraphMemory:
+def graph_memory(
+    graph: Any, standing: Sequence[int] = (), steps: int = 2, workers: int = 2, limit_bytes: float = math.inf
+) -> GraphMemory:
     """The peak of a traced function's graph, run some times.
 
     Args:
@@ -84,6 +86,7 @@ def graph_memory(graph: Any, standing: Sequence[int] = (), steps: int = 2, worke
         standing: sizes of what is there before and after: variables, inputs.
         steps: how often it runs; memory that one run frees is laid out otherwise for the next.
         workers: operations that may run at once.
+        limit_bytes: a peak above it need not be known well: no more histories are drawn.
     """
     wanted = _reached(graph)
     run = _Run([op for op in graph.get_operations() if op in wanted], graph.outputs)
@@ -98,6 +101,8 @@ def graph_memory(graph: Any, standing: Sequence[int] = (), steps: int = 2, worke
             found.peak_bytes, found.at = allocator.peak, at
     fresh, peaks = found.peak_bytes, list[int]()
     for number in range(_HISTORIES):
+        if max(fresh, *peaks, 0) > limit_bytes:
+            break
         draw = random.Random(number)
         allocator = run.after_a_history(standing, fresh, draw)
         for _ in range(steps):

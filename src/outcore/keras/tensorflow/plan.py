@@ -167,7 +167,7 @@ def choose(
     plain_bytes: int,
     budget_bytes: int | None,
     standing_bytes: int,
-    traced_peak: Callable[[tuple[Segment, ...]], int],
+    traced_peak: Callable[[tuple[Segment, ...], float], int],
     run_peak: Callable[[tuple[Segment, ...]], int | None],
 ) -> tuple[Choice | None, Choice]:
     """The cheapest segments that fit, or none; and those with the smallest peak that was found.
@@ -178,7 +178,7 @@ def choose(
         plain_bytes: its peak, from its graph.
         budget_bytes: none for whatever it takes.
         standing_bytes: what is there throughout: variables, inputs, targets.
-        traced_peak: the peak of a step by segments, from its graph.
+        traced_peak: the peak of a step by segments, from its graph; a limit, above which it need not be known well.
         run_peak: the same, from running it; none where it is not known.
     """
     whole = (Segment(0, len(calls.calls)),)
@@ -204,7 +204,7 @@ def choose(
         work, guess, plain_segments = fresh[0]
         tried.add(plain_segments)
         segments = _ordered(facts, plain_segments)
-        made = Choice(segments, work, traced_peak(segments))
+        made = Choice(segments, work, traced_peak(segments, allowed_bytes))
         fits = made.peak_bytes <= allowed_bytes
         if fits:
             made = seen[segments] = _run(made, run_peak)
@@ -215,7 +215,9 @@ def choose(
         least = 0.8 if fits else 0.95  # what is not in the graph hardly falls with the estimate
         room = (allowed_bytes - standing_bytes) / (made.peak_bytes - standing_bytes)
         aim = min(aim, guess) * max(0.5, min(least, room))
-    return None, smallest if smallest.segments in seen else _run(smallest, run_peak)
+    if smallest.segments in seen:
+        return None, smallest
+    return None, _run(replace(smallest, peak_bytes=traced_peak(smallest.segments, math.inf)), run_peak)
 
 
 def _run(choice: Choice, run_peak: Callable[[tuple[Segment, ...]], int | None]) -> Choice:

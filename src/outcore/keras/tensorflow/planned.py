@@ -19,12 +19,7 @@ from typing import Any
 from outcore.errors import ModelError, OutcoreError, PlanError
 from outcore.keras.installed import require_keras
 from outcore.keras.tensorflow.calls import Calls, list_calls, traced_functional
-from outcore.keras.tensorflow.micro_batches import (
-    accumulating_step,
-    check_splittable,
-    fixed_batch,
-    normalizes_batches,
-)
+from outcore.keras.tensorflow.micro_batches import accumulating_step, check_splittable, fixed_batch
 from outcore.keras.tensorflow.plan import Choice, choose
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
 from outcore.keras.tensorflow.traced import step_facts
@@ -85,7 +80,8 @@ def within(
         optimizer: the size of its state over that of the weights; without it, that of the compiled optimizer, or else
             Adam's.
         micro_batches: into how many parts ``fit`` splits a batch, adding up gradients. Without it one, and more only
-            where recomputation is not enough and no layer normalizes over the batch.
+            where recomputation is not enough and no layer changes a state of its own while it trains, as batch
+            normalization does.
         quiet: do not say what was chosen.
 
     Raises:
@@ -99,27 +95,33 @@ def within(
     calls = list_calls(keras, model, functional)
     specs = _specs(model, functional, args)
     budget, share = _budget(memory)
-    parts = [micro_batches] if micro_batches else [1]
     fixed = fixed_batch(model, functional)
     if fixed and (micro_batches or 1) > 1:
         raise OutcoreError(f"{model.name} cannot take micro-batches: {fixed}")
-    if not micro_batches and not normalizes_batches(keras, model) and not fixed:
+    parts = [micro_batches or 1]
+    if not micro_batches and not fixed:
         parts += [n for n in _SPLITS if specs[0].shape[0] % n == 0]
     variables = _variables(model, optimizer)
     least: int | None = None
-    plain, tried = 0, 1
-    for tried in parts:
-        if tried > 1:
-            check_splittable(keras, model, specs[0].shape[0], tried)
-        part = [_divided(spec, tried) for spec in specs]
+    plain, tried, changing = 0, 1, ""
+    for number in parts:
+        part = [_divided(spec, number) for spec in specs]
         standing = [*variables, *(_bytes(spec) for spec in specs)]
-        if tried > 1:  # the part that is cut out, and the sums of gradients
-            standing += [*(_bytes(spec) for spec in part), *(_size(v) for v in model.trainable_variables)]
-        facts = step_facts(keras, model, part, calls)
-        trial = FitTrial(keras, model, functional, calls, specs, facts, tried, optimizer)
-        trial.standing = standing = [*standing, *trial.target_bytes]
-        whole = trial.peak((Segment(0, len(calls.calls)),))
-        plain = plain or whole
+        try:
+            if number > 1:  # the part that is cut out, and the sums of gradients
+                check_splittable(keras, model, functional, specs, number)
+                standing += [*(_bytes(spec) for spec in part), *(_size(v) for v in model.trainable_variables)]
+            facts = step_facts(keras, model, part, calls)
+            trial = FitTrial(keras, model, functional, calls, specs, facts, number, optimizer)
+            trial.standing = standing = [*standing, *trial.target_bytes]
+            whole = trial.peak((Segment(0, len(calls.calls)),))
+            if number > 1:
+                trial.check_parts()
+        except OutcoreError:
+            if least is None:
+                raise
+            break  # nobody has asked for parts, and they would be another training
+        tried, plain, changing = number, plain or whole, facts.changing
         if share is not None:
             budget, share = int(share * plain), None
         chosen, smallest = choose(calls, facts, whole, budget, sum(standing), trial.peak, trial.run)
@@ -131,14 +133,16 @@ def within(
             if not quiet:
                 print(f"outcore: {model.name}: {plan}", file=sys.stderr)
             return model
+        if changing:
+            break
     assert least is not None and budget is not None
     error = PlanError(
         f"{model.name} does not train within {format_bytes(budget)} on TensorFlow: the smallest peak found is "
         f"{format_bytes(least)} with {tried} micro-batches; give memory={least} or a smaller batch"
         + (
             ""
-            if not normalizes_batches(keras, model) or micro_batches or fixed
-            else ", or micro_batches=2 (batch normalization then sees parts of the batch)"
+            if not changing or micro_batches or fixed
+            else f", or micro_batches=2 ({changing} then sees parts of the batch)"
         )
     )
     error.least_bytes = least
@@ -186,7 +190,7 @@ def _install(keras: Any, model: Any, call: SegmentedCall, plan: TensorFlowPlan) 
 
     model.__dict__["make_train_function"] = make_train_function
     if plan.micro_batches > 1:
-        model.__dict__["train_step"] = accumulating_step(keras, model, plan.micro_batches)
+        model.__dict__["train_step"] = accumulating_step(keras, model, call.functional, plan.micro_batches)
     _forget_functions(model)
 
 

@@ -84,8 +84,8 @@ class FitTrial:
         """The sizes of targets of a batch."""
         return [math.prod(spec.shape) * int(spec.dtype.size) for spec in self.keras.tree.flatten(self.targets)]
 
-    def peak(self, segments: tuple[Segment, ...]) -> int:
-        """Predicted: of the step over a micro-batch, from the graph that TensorFlow runs."""
+    def peak(self, segments: tuple[Segment, ...], limit_bytes: float = math.inf) -> int:
+        """Predicted: of the step over a micro-batch, from the graph that TensorFlow runs; less well above a limit."""
         batch = math.ceil(self.specs[0].shape[0] / self.parts)
         inputs = [self.tf.TensorSpec((batch, *spec.shape[1:]), spec.dtype) for spec in self.specs]
         targets = self._targets(batch)
@@ -97,17 +97,22 @@ class FitTrial:
             self._empty(self._last[1])
             self.measures, self._last = False, ((), None)  # metrics of one's own may ask for other targets
             function = self._traced(self.fitted(segments), inputs, targets)
-        found = graph_memory(optimized(function), self.standing, workers=threads(self.tf))
+        found = graph_memory(optimized(function), self.standing, workers=threads(self.tf), limit_bytes=limit_bytes)
         self._spread[segments], self._peaks[segments] = found.spread_bytes, found.peak_bytes
         return found.peak_bytes
 
-    def _traced(self, fitted: Any, inputs: list[Any], targets: Any) -> Any:
-        """The step of ``fit`` over a micro-batch, as a traced function."""
+    def check_parts(self) -> None:
+        """Trace the step over micro-batches, which refuses losses that are no mean over a batch."""
+        whole = self.fitted((Segment(0, len(self.calls.calls)),))
+        self._traced(whole, self.specs, self.targets, whole.train_step)
+
+    def _traced(self, fitted: Any, inputs: list[Any], targets: Any, train_step: Any = None) -> Any:
+        """The step of ``fit`` over a micro-batch, or another, as a traced function."""
 
         def step(*flat: Any) -> Any:
             x = self._structured(flat[: len(inputs)])
             y = self.keras.tree.pack_sequence_as(targets, list(flat[len(inputs) :]))
-            return type(fitted).train_step(fitted, (x, y))
+            return type(fitted).train_step(fitted, (x, y)) if train_step is None else train_step((x, y))
 
         try:
             given = [*inputs, *self.keras.tree.flatten(targets)]
@@ -184,7 +189,7 @@ class FitTrial:
             self._compile(made)
             made.__dict__["call"] = SegmentedCall(self.keras, self.functional, self.calls, segments, self.model)
             if self.parts > 1:
-                made.__dict__["train_step"] = accumulating_step(self.keras, made, self.parts)
+                made.__dict__["train_step"] = accumulating_step(self.keras, made, self.functional, self.parts)
             self._last = segments, made
         return self._last[1]
 
