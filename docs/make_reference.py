@@ -68,7 +68,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "stream": ("outcore.stream", ("stream", "plan_tiles", "StreamPlan")),
     "spatial": ("outcore.spatial", ("plan_grid", "measure_part", "PartGrid", "VirtualRanks")),
-    "run": ("outcore.run", ("Engine", "EngineSettings", "launch", "read_weights")),
+    "run": ("outcore.run", ("Engine", "EngineSettings", "launch", "measure_link", "read_weights")),
     "fuse": ("outcore", ("fuse",)),
     "whatif": ("outcore.whatif", ("ask", "Answers", "Answer", "record", "RecordedStep", "Task", "SimulatedStep")),
     "keras": ("outcore.keras", KERAS),

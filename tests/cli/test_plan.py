@@ -68,6 +68,6 @@ def test_wrong_use_says_why(tmp_path: Path) -> None:
 def test_ranks_that_mostly_wait_are_told_what_would_help() -> None:
     command = ("plan", "outcore.models:LeNet", "--machine", "v100x4", "-i")
     one = outcore_command(*command, "1x3x32x32", "--schedule", "model_parallel")
-    eight = outcore_command(*command, "8x3x32x32")
+    many = outcore_command(*command, "2048x3x32x32")  # with 8 the host sets the pace, and ways to share them are alike
     assert one.stdout.startswith("4 stages, model_parallel\n") and "a larger --batch gives them" in one.stdout
-    assert eight.stdout.startswith("data parallel, 4 replicas") and "a larger --batch" not in eight.stdout
+    assert many.stdout.startswith("data parallel, 4 replicas") and "a larger --batch" not in many.stdout

@@ -59,6 +59,17 @@ def test_a_message_takes_the_hosts_at_its_ends_some_time() -> None:
     assert simulate(compile_program(stages, "gpipe"), stages, shared).step_s >= 11 + 3 * 0.25
 
 
+def test_a_gap_keeps_messages_apart_and_adding_up_takes_time_of_its_own() -> None:
+    link = Link.symmetric(bandwidth_bytes_per_s=4.0, latency_s=0.5, gap_s=1.0, adding_s_per_byte=0.25)
+    traffic = LinkSchedule(Links(link))
+    assert traffic.transfer(0, 1, 8, 0.0) == (0.0, 3.0, 3.5)
+    assert traffic.transfer(2, 1, 8, 0.0) == (3.0, 6.0, 6.5)  # the same end
+    assert traffic.transfer(3, 4, 8, 0.0) == (0.0, 3.0, 3.5)
+    bare = LinkSchedule(Links(replace(link, gap_s=0.0, adding_s_per_byte=0.0))).reduce([0, 1], 8, 0.0)
+    start, end = LinkSchedule(Links(replace(link, gap_s=0.0))).reduce([0, 1], 8, 0.0)
+    assert (start, end) == (bare[0], bare[1] + 2.0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(programs())
 def test_with_free_links_the_step_is_the_longest_path(case: tuple[Stages, Program]) -> None:
@@ -248,3 +259,13 @@ def test_gradients_of_tied_copies_are_added_before_any_step() -> None:
     assert steps[0] == steps[2] == last_backward + 4.0 and steps[1] < steps[0]
     assert timed.step_s == free.step_s + 4.0
     assert Stages.from_json(tied.to_json()) == tied
+
+
+def test_all_reduces_that_follow_each_other_wait_for_one_latency() -> None:
+    """What a link carries goes one after the other; the latency of the first is no reason to begin the second later."""
+    link = Link.symmetric(bandwidth_bytes_per_s=1e6, latency_s=0.1, host_s=0.01)
+    traffic = LinkSchedule(Links(link))
+    first, second = (traffic.reduce((0, 1), 1_000_000, 0.0) for _ in range(2))
+    moved_s = 2 * (0.5 + 2 * 0.01)
+    assert first == pytest.approx((0.0, moved_s + 2 * 0.1))
+    assert second == pytest.approx((moved_s, 2 * moved_s + 2 * 0.1))

@@ -10,12 +10,14 @@ from torch import nn
 
 import outcore
 from outcore.cost.measured.measure import measure
+from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.machine import known
 from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 from outcore.planner.pipeline.plan_job import links_of, weights_on
-from outcore.spatial.part_costs import PartCosts, measure_part
+from outcore.spatial.layout import SplitLayout
+from outcore.spatial.part_costs import PartCosts, _Part, _PartTimes, measure_part
 from outcore.spatial.timeline import predict_timeline
 from outcore.stream.network import RegionNetwork
 
@@ -69,6 +71,45 @@ def test_what_a_part_takes_beyond_its_share_is_in_the_prediction() -> None:
     cheap, costly = (predict_timeline(both, graph, weights, links, p).step_s for p in (dear, paid))
     reading = sum(first in (node.output, *node.values) for node in nodes.values())
     assert costly == pytest.approx(cheap + 10.0 * reading, abs=1e-4)
+
+
+def test_a_part_that_was_measured_as_planned_is_predicted_as_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With messages that take nothing, a step takes the seconds that the part of its layout took."""
+    job = _job()
+    graph = job.capture(1)
+    where = _machine(Link.symmetric(bandwidth_bytes_per_s=1e15))
+    costs = estimate(graph, where)
+    weights, links = weights_on(where, graph, costs), links_of(where)
+    first = next(iter(graph.calls["0#0"].outputs))
+    spatial = {"grid": [1, 2], "twice": [first]}
+    plan = outcore.Plan(graph.fingerprint, (("",),), spatial=spatial, exactness="reassociated")
+    monkeypatch.setattr("outcore.spatial.script.POSTING_S", 0.0)
+    seen: list[SplitLayout] = []
+
+    def measured(self: _Part, layout: SplitLayout, steps: int) -> _PartTimes:
+        seen.append(layout)
+        forward = {node.output: 1.0 + number for number, node in enumerate(layout.extent.nodes)}
+        return _PartTimes(layout, forward, 0.5 * len(layout.exchanges), 100.0)
+
+    monkeypatch.setattr(_Part, "measure", measured)
+    parts = measure_part(job, (1, 2), costs=costs, machine=where, spatial=spatial)
+    assert len(seen) == 1 and first not in seen[0].exchanges
+    nodes, exchanges = len(seen[0].extent.nodes), len(seen[0].exchanges)
+    took = sum(1.0 + number for number in range(nodes)) + 0.5 * exchanges + 100.0
+    bare = predict_timeline(plan, graph, weights, links, PartCosts()).step_s
+    shares = sum(c.forward_s + c.backward_s for c in weights.calls.values())
+    assert bare < 0.1 and shares < 0.1  # what else there is in a step is next to nothing
+    assert predict_timeline(plan, graph, weights, links, parts).step_s == pytest.approx(took, abs=0.2)
+
+
+def test_the_medians_of_nodes_add_up_to_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five steps each had another node that took ten times as long."""
+    job = _job()
+    network = RegionNetwork(job.capture(1))
+    part = _Part(job, network, None, torch.device("cpu"))
+    rows = iter([{n: 10.0 if n == slow else 1.0 for n in range(5)} for slow in (0, 1, 0, 1, 2, 3, 4)])
+    monkeypatch.setattr(part, "_step", lambda layout: _PartTimes(layout, next(rows), 0.0, 1.0))
+    assert sum(part.measure(None, 7).forward.values()) == pytest.approx(14.0)  # type: ignore[arg-type]
 
 
 def test_a_network_that_cannot_be_split_has_no_part() -> None:

@@ -65,6 +65,10 @@ def plan(
     ] = None,
     stages: Annotated[Path | None, typer.Option("--stages", help="JSON file: a list of blocks per stage.")] = None,
     machine: MachineName = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Of several devices: run every call alone here, and plan with that.")
+    ] = False,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Time of --measure.")] = 60.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="For one device: draw time against memory.")] = None,
     json: Json = False,
@@ -80,7 +84,7 @@ def plan(
         outcore plan outcore.models:UNet -i 1x3x4096x4096 --on h200 -m 60GiB --svg f.svg
     """
     from outcore.cli.one_device import plain_bytes, plan_on_one_device
-    from outcore.cost.predicted.estimate import estimate
+    from outcore.cost.fixed_times import batch_costs
     from outcore.job import Job
     from outcore.planner import SCHEDULES, plan_vertically
     from outcore.planner.pipeline.loss_and_update import LossAndUpdate
@@ -112,10 +116,15 @@ def plan(
         plain = plain_bytes(found, where, batch or chosen) if memory.strip().endswith("%") else None
         budget = parse_budget(memory, plain)
     if count == 1 and grid is None and stages is None and not vertical and schedule is None and balance is None:
+        if measure:
+            raise typer.BadParameter(
+                "is for several devices; outcore profile --measure measures one", param_hint="--measure"
+            )
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
-    costs = estimate(graph, where)
-    beside = LossAndUpdate.of(found, graph, costs, where, batch or chosen)
+    with working("measuring every call" if measure else f"looking at every call on {where.name}", quiet=json):
+        costs = batch_costs(graph, where, measure_s=seconds if measure else None)
+        beside = LossAndUpdate.of(found, graph, costs, where, batch or chosen, measured=measure)
     if grid is not None:
         made = plan_grid(
             graph,
@@ -200,6 +209,7 @@ def simulate(
 ) -> None:
     """Show what a training step by a plan would look like, rank by rank; of one in tiles, tile by tile."""
     from outcore.cli.one_device import is_for_one_device, simulate_on_one_device
+    from outcore.cost.fixed_times import batch_costs
     from outcore.cost.predicted.estimate import estimate
     from outcore.job import Job
     from outcore.planner.pipeline.loss_and_update import LossAndUpdate
@@ -217,10 +227,11 @@ def simulate(
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     size = batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None)
     graph = found.capture(size)
-    costs = estimate(graph, where)
     if is_for_one_device(made):
+        costs = estimate(graph, where)
         timeline = simulate_on_one_device(found, made, graph, costs, where, size)
     else:
+        costs = batch_costs(graph, where)
         beside = LossAndUpdate.of(found, graph, costs, where, size)
         timeline = _timeline(made, graph, weights_on(where, graph, costs, beside), where)
     if trace is not None:

@@ -85,9 +85,8 @@ def whatif(
     """
     from outcore.job import Job
     from outcore.whatif.answer import ask
-    from outcore.whatif.elsewhere import try_gpus
+    from outcore.whatif.elsewhere import measured_here, try_gpus
     from outcore.whatif.links import parse_link
-    from outcore.whatif.recording import record_setup
     from outcore.whatif.scaling import scale_out
     from outcore.whatif.scaling_plot import scaling_svg
     from outcore.whatif.setup import TrainingSetup
@@ -138,28 +137,28 @@ def whatif(
                 (wide if isinstance(part, Table) else console).print(part)
             console.print()
 
-    here = None
-    if measure and (names or counts) and not questions:
-        with working("measuring every call", quiet=json):
-            here = record_setup(TrainingSetup(found, batch), known().devices[0], measured=True)
+    here = known().devices[0] if measure else None
+    recorders = [measured_here(here, device) if here is not None else None for device in devices]
     if counts:
         mode: Literal["weak", "strong"] = "strong" if strong else "weak"
-        for device, between in zip(devices, joined, strict=True):
+        for device, between, recorder in zip(devices, joined, recorders, strict=True):
             for text, used in list(zip(questions, techniques, strict=True)) or [("", ())]:
                 with working(f"scaling over {between.name}", quiet=json):
                     scaled = scale_out(
                         found, counts, _linked(between, used), device=device, batch=batch, mode=mode, strategies=ways,
-                        techniques=tuple(t.on(device) for t in used),
+                        techniques=tuple(t.on(device) for t in used), base=recorder,
                     )  # fmt: skip
                 shown = replace(scaled, job=f"{scaled.job} with {text}") if text else scaled
                 show("scaling", shown, scaling_table(shown))
                 if svg is not None:
                     write_text(svg, scaling_svg(shown))
     elif names and not questions:
-        with working("carrying over", quiet=json):
+        with working("measuring every call" if measure else "carrying over", quiet=json):
+            measured = measured_here(here, here)(TrainingSetup(found, batch)) if here is not None else None
             others = try_gpus(
-                found, devices, batch=batch, here=here, largest=largest, prices=prices, epoch_samples=epoch, watts=power
-            )
+                found, devices, batch=batch, here=measured, largest=largest, prices=prices, epoch_samples=epoch,
+                watts=power,
+            )  # fmt: skip
         show("on", others, gpus_table(others))
     else:
         for device in devices:

@@ -25,7 +25,7 @@ from outcore.graph import Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
-from outcore.ops.recompute_encode import PIXELS, POOLS, Need, again, need
+from outcore.ops.recompute_encode import PIXELS, POOLS, Need, again, can_be_held, need
 from outcore.ops.registry import find, names, operation, spatial_dims
 
 
@@ -279,8 +279,13 @@ class _Survey:
             block = self.graph.blocks[call.block]
             if block.kind == "opaque" or again(block.type) is None:
                 return f"{block.type} is not known to give the same numbers again"
+            if not self.costs.calls[writer].repeats:
+                return f"{writer} has another algorithm in backward, found by torch.backends.cudnn.benchmark"
             if self.hooked(writer):
                 return f"{call.block} has hooks, which must not run twice"
+            step = self.steps[writer]
+            if not all(can_be_held(value, Ref) for value in (*step.args, *step.kwargs.values())):
+                return f"{writer} has an argument that somebody could change"
             if self.place[writer] > saved and self.writes(writer, name):
                 return f"{writer} overwrites it after backward's copy was taken"
             for value in call.inputs:

@@ -87,8 +87,10 @@ class CallCost:
     workspace_source: Source = "unknown"
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
-    """Of the seconds, those that a part of the batch takes too (`outcore.cost.measured.fixed_times`); 0 where it is not
+    """Of the seconds, those that a part of the batch takes too (`outcore.cost.fixed_times`); 0 where it is not
     known."""
+    repeats: bool = True
+    """Whether it gives the same bits when backward runs it again."""
 
     @property
     def time_s(self) -> float:

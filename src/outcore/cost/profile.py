@@ -25,7 +25,7 @@ from outcore.cost.predicted.scaling import Scaling, SizePoint, ladder
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.cost.predicted.step_time import StepTime, measure_optimizer, predict_step
 from outcore.cost.training_network import capture_training, default_loss
-from outcore.errors import OutcoreError
+from outcore.errors import JobError, OutcoreError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
 from outcore.job import Job
@@ -174,6 +174,8 @@ def profile(
         progress: called before each call is run.
     """
     graph = capture_training(job, size, image=image)
+    if not graph.calls:
+        raise JobError(f"the network of {job.name} computes nothing, so there is no step to predict; give it a layer")
     where = "cuda" if device.kind == "cuda" else "cpu"
     make, timing = job.optimizer, None
     if measured:

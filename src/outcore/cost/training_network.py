@@ -7,6 +7,7 @@ The model is given a forward that ends in the loss, in place, so that every bloc
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,11 @@ def capture_training(job: Job, size: int | None = None, *, image: int | None = N
         except (OutcoreError, NotImplementedError) as error:
             failure = failure or error
     if image is None:
-        return job.capture(size)  # its message is about the model alone, or the loss was what cannot be recorded
+        graph = job.capture(size)  # its message is about the model alone, or the loss was what cannot be recorded
+        if job.loss is not None and failure is not None:
+            said = str(failure).splitlines()[0]
+            warnings.warn(f"outcore: the loss of {job.name} is in no figure, because it fails: {said}", stacklevel=2)
+        return graph
     raise failure or OutcoreError(f"{job.name} cannot be captured")
 
 

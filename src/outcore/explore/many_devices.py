@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from outcore.cost.predicted.estimate import estimate
+from outcore.cost.fixed_times import batch_costs
 from outcore.errors import OutcoreError
 from outcore.explore.plan_points import timeline_json
 from outcore.graph import Graph
@@ -64,5 +64,5 @@ def pipeline_json(job: Job, where: Machine, devices: int, batch: int | None) -> 
 
 def _weights(job: Job, where: Machine, graph: Graph, size: int | None) -> CallWeights:
     """What the planner knows of a job's step."""
-    costs = estimate(graph, where)
+    costs = batch_costs(graph, where)
     return weights_on(where, graph, costs, LossAndUpdate.of(job, graph, costs, where, size))

@@ -25,11 +25,12 @@ _DEVICE = Record(
         "source": Text(),
     },
 )
+_LINK_TIMES = dict.fromkeys(("latency_s", "host_s", "adding_s_per_byte", "gap_s"), _SECONDS)
 _LINK = Record(
     {"away_bytes_per_s": _RATE, "back_bytes_per_s": _RATE, "both_bytes_per_s": _RATE},
-    {"latency_s": _SECONDS, "host_s": _SECONDS},
+    _LINK_TIMES,
 )
-_SYMMETRIC = Record({"bandwidth_bytes_per_s": _RATE}, {"latency_s": _SECONDS, "host_s": _SECONDS, "duplex": Flag()})
+_SYMMETRIC = Record({"bandwidth_bytes_per_s": _RATE}, {**_LINK_TIMES, "duplex": Flag()})
 _NAMED = Maybe(Either((Text(1), _LINK, _SYMMETRIC)))
 _COMMON = {"version": Anything(), "fingerprint": Text(), "name": Text(), "source": Text(), "nodes": Whole(1, 65_536)}
 

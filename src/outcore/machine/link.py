@@ -36,6 +36,10 @@ class Link:
     latency_s: float = 0.0
     host_s: float = 0.0
     """Seconds in which a message keeps the host at either of its ends from computing: a call, a copy, a wake-up."""
+    adding_s_per_byte: float = 0.0
+    """What an all-reduce takes beside moving its bytes: to put gradients into a row, to add, to hand them back."""
+    gap_s: float = 0.0
+    """Seconds from one message to the next at either end, whatever their bytes (the gap of the LogP model)."""
 
     def __post_init__(self) -> None:
         rates = (self.away_bytes_per_s, self.back_bytes_per_s, self.both_bytes_per_s)
@@ -45,14 +49,25 @@ class Link:
             raise MachineError(f"a link needs a latency of at least 0 seconds, got {self.latency_s}")
         if not (math.isfinite(self.host_s) and self.host_s >= 0):
             raise MachineError(f"a message takes at least 0 seconds of a host, got {self.host_s}")
+        if not (math.isfinite(self.adding_s_per_byte) and self.adding_s_per_byte >= 0):
+            raise MachineError(f"adding a byte takes at least 0 seconds, got {self.adding_s_per_byte}")
+        if not (math.isfinite(self.gap_s) and self.gap_s >= 0):
+            raise MachineError(f"messages follow each other in at least 0 seconds, got {self.gap_s}")
 
     @classmethod
     def symmetric(
-        cls, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0, duplex: bool = True, host_s: float = 0.0
+        cls,
+        *,
+        bandwidth_bytes_per_s: float,
+        latency_s: float = 0.0,
+        duplex: bool = True,
+        host_s: float = 0.0,
+        adding_s_per_byte: float = 0.0,
+        gap_s: float = 0.0,
     ) -> Link:
         """A link with the same rate each way; `duplex` says whether both ways at once double it."""
         both = bandwidth_bytes_per_s * (2 if duplex else 1)
-        return cls(bandwidth_bytes_per_s, bandwidth_bytes_per_s, both, latency_s, host_s)
+        return cls(bandwidth_bytes_per_s, bandwidth_bytes_per_s, both, latency_s, host_s, adding_s_per_byte, gap_s)
 
     def time_s(self, nbytes: float, direction: Direction = "away") -> float:
         """Seconds to move `nbytes`; for "both", `nbytes` is the sum of the two directions."""

@@ -21,17 +21,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.cost.costs import Costs
+from outcore.cost.fixed_times import batch_costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
 from outcore.cost.profile import Profile, loss_bytes_of_job, profile
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.graph.record.part_of_batch import batch_size
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import format_bytes, format_time, parse_budget
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
-from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
+from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, plan_stages, weights_on
 from outcore.planner.pipeline.schedule_model import Schedule
@@ -64,6 +66,7 @@ def plan(
     shared: bool = True,
     beside: LossAndUpdate | None = None,
     parts: PartCosts | None = None,
+    measure_s: float | None = None,
 ) -> Plan:
     """Decide how devices train a network: stages, replicas, schedule, micro-batches, or a grid that shares the image;
     on one, what is kept, and tiles.
@@ -92,16 +95,22 @@ def plan(
         shared: False if every replica is given a batch of the recorded size.
         beside: the loss and the update of a graph's step; those of a job are found.
         parts: what a rank's part of the image takes beyond its share (`outcore.spatial.measure_part`), if measured.
+        measure_s: run every call alone, here, for about so many seconds, with the batch and with a part of it, instead
+            of estimating. Where ranks share memory and caches, plan in as many processes at the same time.
 
     Raises:
         PlanError: the memory cannot be met; says the smallest that can.
+        MachineError: calls are to be measured on a device that is not here.
     """
     where = parse(machine) if isinstance(machine, str) else machine or known()
     count = devices or where.ranks
     size = batch or batch_for(source, count) if isinstance(source, Job) else None
     graph = source.capture(size) if isinstance(source, Job) else source
-    costs = costs if costs is not None else estimate(graph, where)
     alone = count == 1 and schedule is None and balance is None
+    if costs is None and (measure_s is not None or not alone):
+        costs = batch_costs(graph, where, measure_s=measure_s)
+    elif costs is None:
+        costs = estimate(graph, where)
     plain = profile(source, where.devices[0], size=size) if alone and isinstance(source, Job) else None
     if isinstance(memory, str):
         whole = None
@@ -112,7 +121,8 @@ def plan(
     if alone:
         return _on_one_device(source, graph, costs, where, limit, size, plain)
     if beside is None and isinstance(source, Job):
-        beside = LossAndUpdate.of(source, graph, costs, where, batch or batch_for(source, count))
+        measured = measure_s is not None
+        beside = LossAndUpdate.of(source, graph, costs, where, batch or batch_for(source, count), measured=measured)
     stages: Plan | PlanError
     try:
         stages = plan_stages(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outcore.cost.costs import Costs
-from outcore.cost.predicted.estimate import estimate
+from outcore.cost.fixed_times import batch_costs
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -231,7 +231,7 @@ def plan_grid(
     where = parse(machine) if isinstance(machine, str) else machine or known()
     graph = source.capture(batch) if isinstance(source, Job) else source
     limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
-    costs = costs if costs is not None else estimate(graph, where)
+    costs = costs if costs is not None else batch_costs(graph, where)
     if beside is None and isinstance(source, Job):
         beside = LossAndUpdate.of(source, graph, costs, where, batch)
     pixels = is_over_pixels(source, graph) if over_pixels is None else over_pixels

@@ -126,7 +126,8 @@ class _Scripts:
         ]
         ways = []
         for backward in (False, True):
-            each = [_seconds(cost, strips, 1, backward=backward) for strips in shares]
+            beyond = self.parts.exchange_s[backward]
+            each = [_seconds(cost, strips, 1, beyond, backward=backward) for strips in shares]
             ways.append(PartCompute(tuple(sum(seconds) for seconds in each)))
         return ways[0], ways[1]
 
@@ -168,5 +169,16 @@ class _Scripts:
 def _seconds(
     cost: CallWeight, shares: list[float], outputs: int, beyond_s: float = 0.0, *, backward: bool
 ) -> tuple[float, ...]:
-    whole_s, host_s = (cost.backward_s, cost.host_backward_s) if backward else (cost.forward_s, cost.host_forward_s)
-    return tuple(max(share * whole_s / outputs + beyond_s, host_s / outputs) if share else 0.0 for share in shares)
+    """What shares of a call take on every rank; beyond its share what was measured of a part, else what is known to be
+    the same for a part of the batch."""
+    whole_s, host_s, fixed_s = (
+        (cost.backward_s, cost.host_backward_s, cost.fixed_backward_s)
+        if backward
+        else (cost.forward_s, cost.host_forward_s, cost.fixed_forward_s)
+    )
+
+    def seconds(share: float) -> float:
+        more_s = beyond_s or (1 - share) * fixed_s / outputs
+        return max(share * whole_s / outputs + more_s, host_s / outputs)
+
+    return tuple(seconds(share) if share else 0.0 for share in shares)

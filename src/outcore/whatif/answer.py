@@ -27,6 +27,7 @@ from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.clocks import SimulatedStep
+from outcore.whatif.elsewhere import measured_here
 from outcore.whatif.recorded_step import RecordedStep
 from outcore.whatif.recording import Recording, record_setup
 from outcore.whatif.setup import TrainingSetup
@@ -179,7 +180,7 @@ def ask(
     plain = TrainingSetup(job, batch)
     tell(f"recording {job.name}")
     estimated = record_setup(plain, where)
-    base = record_setup(plain, where, measured=True) if measure else estimated
+    base = measured_here(_here(), where)(plain) if measure else estimated
     trial = None
     if verify:
         tell("training it as it is")

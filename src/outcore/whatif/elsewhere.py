@@ -7,14 +7,15 @@ calibration of its own is estimated by that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from outcore.cost.predicted.calibration import Calibration
 from outcore.cost.predicted.step_time import predict_step
 from outcore.cost.profile import largest_batch
-from outcore.errors import MachineError
+from outcore.errors import MachineError, WhatIfError
 from outcore.job import Job
 from outcore.machine import Device, parse
 from outcore.whatif.carry_over import carry_costs, carry_optimizer
@@ -22,9 +23,11 @@ from outcore.whatif.recording import Recording, record_setup, recorded_tasks
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import Technique
 
-__all__ = ["Elsewhere", "OnGpu", "carried_to", "record_on", "try_gpus"]
+__all__ = ["Elsewhere", "OnGpu", "carried_to", "measured_here", "record_on", "try_gpus"]
 
 _KNOWN_BEST = "h200"
+_LEAST_S = 2.0
+"""Time for measuring the calls of one batch, however many others are measured."""
 _SHARES = (0.74, 1.15)
 """Between these, times the predicted step, a step on another GPU lies: eight in ten of the published throughputs of
 `benchmarks/whatif-published` do. Networks of their kind are more often faster than predicted than slower."""
@@ -38,13 +41,40 @@ def record_on(setup: TrainingSetup, device: Device, *, here: Recording | None = 
     Args:
         setup: what is trained, and how.
         device: for which.
-        here: the same setup on another GPU, measured; else an estimate is carried over.
+        here: the same setup on another GPU, or on this device, measured; else an estimate is carried over.
+
+    Raises:
+        WhatIfError: what was measured says nothing of the device.
     """
-    if here is not None and here.device.kind == "cuda" == device.kind:
+    if here is not None:
+        refuse_other_kind(here.device, device)
         return carried_to(here, device)
     if device.kind == "cpu" or _calibrated(device):
         return record_setup(setup, device)
     return carried_to(record_setup(setup, parse(_KNOWN_BEST).devices[0]), device)
+
+
+def measured_here(here: Device, device: Device, *, time_limit_s: float = 60.0) -> Callable[[TrainingSetup], Recording]:
+    """How setups are recorded by measuring them on the device that is here, each carried over to another.
+
+    The first one is given the time limit, every other one (another batch, a part of it) half of the one before.
+    """
+    refuse_other_kind(here, device)
+    limits_s = (max(_LEAST_S, time_limit_s / 2**n) for n in itertools.count())
+
+    def record(setup: TrainingSetup) -> Recording:
+        measured = record_setup(setup, here, measured=True, time_limit_s=next(limits_s))
+        return record_on(setup, device, here=measured)
+
+    return record
+
+
+def refuse_other_kind(here: Device, device: Device) -> None:
+    """Refuse to carry what was measured from a CPU to a GPU, or from one CPU to another."""
+    if here != device and not here.kind == "cuda" == device.kind:
+        raise WhatIfError(
+            f"calls that are measured on {here.name} say nothing of {device.name}; leave out --measure to estimate them"
+        )
 
 
 def carried_to(recording: Recording, device: Device) -> Recording:

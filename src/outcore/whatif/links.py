@@ -103,7 +103,7 @@ class ClusterLink:
         """The link so many times as fast."""
         link = self.link
         away, back, both = (factor * r for r in (link.away_bytes_per_s, link.back_bytes_per_s, link.both_bytes_per_s))
-        return replace(self, link=Link(away, back, both, link.latency_s))
+        return replace(self, link=Link(away, back, both, link.latency_s, link.host_s))
 
 
 def parse_link(text: str, device: Device | None = None) -> ClusterLink:

@@ -10,7 +10,7 @@ All ranks of data parallel training do the same, so one of them is simulated, ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from outcore.errors import WhatIfError, suggest
@@ -30,6 +30,8 @@ __all__ = ["LEAST_GAIN", "STRATEGIES", "Scaling", "ScalingPoint", "scale_out"]
 
 Strategy = Literal["data_parallel", "sharded", "gpipe", "1f1b", "gems"]
 STRATEGIES: tuple[Strategy, ...] = ("data_parallel", "sharded", "gpipe", "1f1b", "gems")
+WOVEN: tuple[Strategy, ...] = ("data_parallel", "sharded")
+"""Those in which every rank runs the recorded step, with collectives woven into it."""
 _FULL = 0.8
 LEAST_GAIN = 0.05
 """A GPU more helps if samples per second grow by more than a twentieth of what one brings."""
@@ -182,7 +184,10 @@ def scale_out(
     counts = sorted(set(gpus))
     if not counts or counts[0] < 1:
         raise WhatIfError("numbers of GPUs begin at 1; give for example --gpus 1,2,4,8")
-    whole = batch or job.size
+    asked = TrainingSetup(job, batch)
+    for technique in techniques:
+        asked = technique.setup(asked)
+    whole = asked.batch
     if mode == "strong" and whole < counts[-1]:
         raise WhatIfError(
             f"a batch of {whole} cannot be divided among {counts[-1]} GPUs; give --batch or use weak scaling"
@@ -192,10 +197,7 @@ def scale_out(
 
     def recorded(size: int) -> tuple[Recording, RecordedStep]:
         if size not in recordings:
-            setup = TrainingSetup(job, size)
-            for technique in techniques:
-                setup = technique.setup(setup)
-            found = record(setup)
+            found = record(replace(asked, size=size))
             step = found.step
             for technique in techniques:
                 step = technique.tasks(step, found)
@@ -209,7 +211,11 @@ def scale_out(
     one = whole / single.step_s
     points: list[ScalingPoint] = []
     refused: list[str] = []
-    plans = PipelinePlans(link, record)
+    plans = PipelinePlans(link, recorded)
+    whole_steps = [str(t) for t in techniques if t.runs and type(t).tasks is not Technique.tasks]
+    for strategy in [way for way in ways if way not in WOVEN and whole_steps]:
+        refused.append(f"{strategy}: what {whole_steps[0]} makes of a pipeline's stages is not known")
+        ways = tuple(way for way in ways if way != strategy)
     for count in counts:
         own = whole if mode == "weak" else max(1, whole // count)
         found, step = recorded(own)
@@ -252,7 +258,7 @@ def _point(
     own, link = found.setup.batch, plans.link
     if count == 1:
         return _measured_point(strategy, 1, own, step.simulate(), one, link)
-    if strategy in ("data_parallel", "sharded"):
+    if strategy in WOVEN:
         weave = data_parallel if strategy == "data_parallel" else sharded
         woven = weave(step, found, count, link)
         return _measured_point(strategy, count, own, woven.simulate(), one, link)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outcore.run.ranks.world import World
+from outcore.run.transport.all_reduce import DirectAllReduce
 from outcore.run.transport.shared_memory import SharedRows
 from tests.foreign.sample import one_in
 from tests.run.pool import Pool
@@ -80,3 +81,61 @@ def test_shared_memory_and_sockets_carry_the_same(ranks: Pool, plan: dict[str, A
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["losses"] == other["losses"]
         assert all(torch.equal(t, other["weights"][n]) for n, t in mine["weights"].items())
+
+
+def _add_up(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    """Two rows that this rank adds up with the others, the second started before the first is waited for."""
+    world = World.join(timeout_s=20.0)
+    shared_rows = SharedRows(world, torch.device("cpu"))
+    assert shared_rows.connect(range(world.size), 1 << 30)
+    found = []
+    for turn in range(2):  # rows of the first are used again
+        drawn = [torch.Generator().manual_seed(10 * turn + rank) for rank in range(world.size)]
+        rows = [torch.randn(count, generator=drawn[world.rank], dtype=dtype) for _ in range(2)]
+        begun = [DirectAllReduce(row, world.rank, range(world.size), 7, shared_rows) for row in rows]
+        for reduce in begun:
+            reduce.add()
+        for reduce in begun:
+            reduce.wait()
+        found += rows
+    world.barrier()
+    shared_rows.close()
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float64, 3), (torch.float64, 10_001), (torch.float32, 4_099)])
+def test_rows_are_added_up_in_shared_memory(ranks: Pool, size: int, dtype: torch.dtype, count: int) -> None:
+    results = ranks.run(_add_up, size, dtype, count)
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+    for turn in range(2):
+        drawn = [torch.Generator().manual_seed(10 * turn + rank) for rank in range(size)]
+        for number in range(2):
+            oracle = sum(torch.randn(count, generator=g, dtype=dtype).double() for g in drawn)
+            error = (results[0][2 * turn + number].double() - oracle).abs().max()
+            assert error <= (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def _agree() -> list[Any]:
+    """What ranks exchange in every step, with the second begun before the first is waited for."""
+    world = World.join(timeout_s=20.0)
+    shared_rows = SharedRows(world, torch.device("cpu"))
+    world.exchange = shared_rows.exchange
+    few, many = (torch.full((count,), 0.1 * (world.rank + 1), dtype=torch.float64) for count in (3, 20_000))
+    numbers, *sums = world.start_numbers([world.rank, -7]), world.start_sum(few), world.start_sum(many)
+    for wait in reversed(sums):
+        wait()
+    found = [numbers(), few, many[:1]]
+    world.barrier()
+    shared_rows.close()
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_ranks_agree_on_in_a_step_needs_no_gloo(ranks: Pool, size: int) -> None:
+    total = 0.1 * size * (size + 1) / 2
+    for numbers, few, many in ranks.run(_agree, size):
+        assert numbers == [[rank, -7] for rank in range(size)]
+        assert few.tolist() == pytest.approx([total] * 3) and many.tolist() == pytest.approx([total])

@@ -61,6 +61,7 @@ def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
     recorder, recording, notes = _record_somehow(model, args, kwargs)
     module = CapturedModule(model, lambda *call: _record_somehow(*call)[1])
     module.keep(recording, *_as_called(model, args, kwargs))
+    module.given = _without_content(args, kwargs)
     return _graph(recorder, recording, notes, module)
 
 
@@ -199,6 +200,19 @@ def _as_called(
             (args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model) if t.is_meta and device.type != "meta" else t
         )
     return called
+
+
+def _without_content(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with tensors that have shapes and no memory; None for what has no strides (sparse tensors)."""
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return made.requires_grad_(tensor.requires_grad)
+
+    if any(tensor.layout is not torch.strided for _, tensor in leaves((args, kwargs), torch.Tensor)):
+        return None
+    found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, stand_in)
+    return found
 
 
 def _faked(tensor: torch.Tensor, mode: FakeTensorMode, model: nn.Module) -> torch.Tensor:

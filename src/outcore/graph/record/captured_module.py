@@ -49,6 +49,8 @@ class CapturedModule(nn.Module):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["model"] = model  # not a child: it would appear in its own state_dict
         self.recordings: dict[Hashable, list[Recording]] = {}
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """What the model was first recorded with, tensors without content; None where those cannot be made."""
         self._record = record
         self._changes = ChangeCounter()
 

@@ -11,7 +11,7 @@ loss is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -181,10 +181,7 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
             fixed.update(row.fixed)
             for parameter in (*row.parameters, *row.fixed):
                 reading.setdefault(parameter, set()).add(i)
-    fixed_s = [(sum(r.fixed_forward_s for r in rows), sum(r.fixed_backward_s for r in rows)) for rows in calls]
-    trained_s = [
-        sum(weights.parameters.get(p, 0) for p in {p for r in rows for p in r.parameters}) / rate for rows in calls
-    ]
+    once_s = [[nbytes / rate for nbytes in _first_read(rows, weights.parameters)] for rows in calls]
     return WeightedUnits(
         units,
         tuple(sum(r.forward_s for r in rows) for rows in calls),
@@ -196,12 +193,32 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
         weights.state_per_parameter,
         weights.update_bytes_per_s,
-        tuple(forward or once for (forward, _), once in zip(fixed_s, trained_s, strict=True)),
-        tuple(backward or 2 * once for (_, backward), once in zip(fixed_s, trained_s, strict=True)),
-        tuple(3 * once for once in trained_s),
+        tuple(sum(map(_fixed_forward_s, rows, once)) for rows, once in zip(calls, once_s, strict=True)),
+        tuple(sum(map(_fixed_backward_s, rows, once)) for rows, once in zip(calls, once_s, strict=True)),
+        tuple(3 * sum(once) for once in once_s),
         tuple(sum(r.host_forward_s for r in rows) for rows in calls),
         tuple(sum(r.host_backward_s for r in rows) for rows in calls),
     )
+
+
+def _first_read(rows: Sequence[CallWeight], sizes: Mapping[str, int]) -> list[int]:
+    """For every call of a unit, the bytes of trained parameters that none before it reads."""
+    seen: set[str] = set()
+    found = []
+    for row in rows:
+        found.append(sum(sizes.get(p, 0) for p in {*row.parameters} - seen))
+        seen.update(row.parameters)
+    return found
+
+
+def _fixed_forward_s(row: CallWeight, once_s: float) -> float:
+    """What a part of the batch takes too; where that is not known, to read the parameters once."""
+    return row.fixed_forward_s or once_s
+
+
+def _fixed_backward_s(row: CallWeight, once_s: float) -> float:
+    """The same of backward, which reads parameters and writes their gradients."""
+    return row.fixed_backward_s or 2 * once_s
 
 
 def _flows(graph: Graph, units: Units) -> tuple[ValueFlow, ...]:

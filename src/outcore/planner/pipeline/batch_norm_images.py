@@ -12,6 +12,7 @@ Invariant: `norms_see` names fewer images than the batch has exactly if the plan
 from __future__ import annotations
 
 from outcore.graph import Graph
+from outcore.graph.record.part_of_batch import batch_size
 from outcore.ops import find
 from outcore.program.plan.document import Plan
 
@@ -29,11 +30,6 @@ def batch_norms(graph: Graph) -> list[str]:
         if "True" in call.detail if block.kind == "function" else module is None or module.training:
             found.append(name)
     return found
-
-
-def batch_size(graph: Graph) -> int:
-    """Samples of the batch that a graph was recorded with."""
-    return max((graph.values[v].shape[0] for v in graph.inputs[:1] if graph.values[v].shape), default=1)
 
 
 def images_seen(plan: Plan, samples: int) -> int:

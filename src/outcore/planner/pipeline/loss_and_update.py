@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.cost.costs import Costs
+from outcore.cost.fixed_times import batch_costs
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.cost.predicted.estimate import estimate, estimate_optimizer
+from outcore.cost.predicted.estimate import estimate_optimizer
+from outcore.cost.predicted.step_time import measure_optimizer
 from outcore.cost.training_network import capture_training
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
@@ -36,7 +38,16 @@ class LossAndUpdate:
     """Optimizer state over parameter bytes."""
 
     @classmethod
-    def of(cls, job: Job, graph: Graph, costs: Costs, machine: Machine, size: int | None = None) -> LossAndUpdate:
+    def of(
+        cls,
+        job: Job,
+        graph: Graph,
+        costs: Costs,
+        machine: Machine,
+        size: int | None = None,
+        *,
+        measured: bool = False,
+    ) -> LossAndUpdate:
         """Those of a job on a machine's first device, by estimate.
 
         Args:
@@ -45,13 +56,18 @@ class LossAndUpdate:
             costs: of that.
             machine: what it would run on.
             size: of the batch; the job's own by default.
+            measured: whether the update is run, here.
         """
         whole = None
         if job.loss is not None:
             with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded
                 whole = capture_training(job, size)
-        known = estimate(whole, machine) if whole is not None else None
-        return cls.between(graph, costs, machine.devices[0], whole, known, job.optimizer)
+        known = batch_costs(whole, machine) if whole is not None else None
+        made = cls.between(graph, costs, machine.devices[0], whole, known, job.optimizer)
+        if not measured or job.optimizer is None:
+            return made
+        timing = measure_optimizer(graph.module.model, job.optimizer, machine.devices[0].kind)
+        return replace(made, update_s=max(timing.median_s, timing.dispatch_s))
 
     @classmethod
     def between(
@@ -86,5 +102,8 @@ class LossAndUpdate:
             backward_s=sum(row.backward_s for row in rows),
             host_forward_s=sum(row.host_forward_s for row in rows),
             host_backward_s=sum(row.host_backward_s for row in rows),
+            # A network without fixed times has none with its loss either: what is not known is not nothing.
+            fixed_forward_s=sum(row.fixed_forward_s for row in rows) if rows[0].fixed_forward_s else 0.0,
+            fixed_backward_s=sum(row.fixed_backward_s for row in rows) if rows[0].fixed_backward_s else 0.0,
         )
         return replace(weights, calls={**weights.calls, last: longer})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.cost.costs import Costs
-from outcore.cost.predicted.estimate import estimate
+from outcore.cost.fixed_times import batch_costs
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
@@ -81,7 +81,7 @@ def weights_on(
     machine: Machine, graph: Graph, costs: Costs | None = None, beside: LossAndUpdate | None = None
 ) -> CallWeights:
     """The weights of a network's calls on a machine, with the memory below its devices; estimated if not given."""
-    costs = costs if costs is not None else estimate(graph, machine)
+    costs = costs if costs is not None else batch_costs(graph, machine)
     weights = replace(
         CallWeights.of(graph, costs),
         tier=tier_of(machine),

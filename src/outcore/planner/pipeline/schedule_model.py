@@ -36,20 +36,30 @@ class RankLink:
     latency_s: float = 20e-6
     host_s: float = 0.0
     """What a message takes of the host at either end, which computes nothing meanwhile."""
+    adding_s_per_byte: float = 0.0
+    """What an all-reduce takes beside moving its bytes."""
+    gap_s: float = 0.0
+    """From one message to the next, whatever their bytes."""
 
     @classmethod
     def of(cls, link: Link) -> RankLink:
         """A machine's link."""
-        return cls(link.away_bytes_per_s, link.latency_s, link.host_s)
+        return cls(link.away_bytes_per_s, link.latency_s, link.host_s, link.adding_s_per_byte, link.gap_s)
 
     @property
     def link(self) -> Link:
         """As a simulation takes it."""
-        return Link.symmetric(bandwidth_bytes_per_s=self.bytes_per_s, latency_s=self.latency_s, host_s=self.host_s)
+        return Link.symmetric(
+            bandwidth_bytes_per_s=self.bytes_per_s,
+            latency_s=self.latency_s,
+            host_s=self.host_s,
+            adding_s_per_byte=self.adding_s_per_byte,
+            gap_s=self.gap_s,
+        )
 
     def time_s(self, nbytes: float) -> float:
         """Seconds for one message."""
-        return self.latency_s + 2 * self.host_s + nbytes / self.bytes_per_s
+        return self.latency_s + self.gap_s + 2 * self.host_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

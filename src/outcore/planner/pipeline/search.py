@@ -9,8 +9,8 @@ fastest cuts hold too much, the memory planner is asked what their stages need n
 orders that no schedule has a name for (`outcore.planner.pipeline.order_search`).
 
 Where predictions are the same (within a hundredth: they are no better than that) the plan that changes least is taken:
-batch norms over the most images, then the fewest pieces. A network that waits for itself anyway, one batch through all
-stages, is cut evenly.
+batch norms over the most images, then the fewest pieces, then the fewest stages. A network that waits for itself
+anyway, one batch through all stages, is cut evenly.
 
 Cuts are looked for between units as fine as asked, and again between coarser ones: blocks are where little crosses, and
 a program that sees fewer places sees farther. Both are simulated.
@@ -27,12 +27,13 @@ from typing import Literal
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.graph.record.part_of_batch import batch_size
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
 from outcore.planner.partition.strategies import Balance, cut_pieces
 from outcore.planner.partition.units import Granularity, find_units
 from outcore.planner.partition.weighted_units import WeightedUnits, weigh
-from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
+from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.candidates import Candidate, EvenCut, RoughCut, candidates_for
 from outcore.planner.pipeline.lower import simulate_candidate
@@ -180,9 +181,11 @@ class PlanSearch:
             found = [c for c in found if c.pipeline.pieces == 1]
         return found
 
-    def change(self, candidate: Candidate) -> tuple[float, int, bool]:
-        """How much a candidate changes, to compare by: what norms do not see, the pieces of a batch, their order."""
-        return -candidate.fraction if self.normed else 0.0, candidate.pipeline.pieces, bool(candidate.order)
+    def change(self, candidate: Candidate) -> tuple[float, int, bool, int]:
+        """How much a candidate changes, to compare by: what norms do not see, the pieces of a batch, their order,
+        stages."""
+        pieces = candidate.pipeline.pieces
+        return -candidate.fraction if self.normed else 0.0, pieces, bool(candidate.order), candidate.stages
 
     def in_order(self, found: Sequence[SimulatedCandidate]) -> list[SimulatedCandidate]:
         """The fastest first, per batch; of those that take the same time, the one that changes least."""

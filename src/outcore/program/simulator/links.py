@@ -1,10 +1,11 @@
 """The links a simulated step uses, and when each of them is free.
 
 Every rank sends and receives independently; a node has one link out and one in for all its ranks. A transfer occupies
-both ends for as long as its bytes take, and arrives one latency later. Where ranks share processors (several on one
-GPU, more than there are cores) a compute takes the first that is free, in the order in which they ask: in truth they
-take turns, which ends at the same time when all have as much to do. Copies to and from off-device storage have a
-direction each; when both are busy the later one gets what the first leaves of the rate of both together.
+both ends for as long as its bytes and the gap to the next message take, and arrives one latency later. Where ranks
+share processors (several on one GPU, more than there are cores) a compute takes the first that is free, in the order in
+which they ask: in truth they take turns, which ends at the same time when all have as much to do. Copies to and from
+off-device storage have a direction each; when both are busy the later one gets what the first leaves of the rate of
+both together.
 """
 
 from __future__ import annotations
@@ -65,14 +66,18 @@ class Links:
         """The node a rank is on."""
         return 0 if self.devices_per_node is None else rank // self.devices_per_node
 
+    def link(self, source: int, target: int) -> Link | None:
+        """The one between two ranks."""
+        return self.between_devices if self.node(source) == self.node(target) else self.between_nodes
+
     def between(self, source: int, target: int) -> tuple[float, float]:
         """Seconds per byte and latency from one rank to another."""
-        link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
+        link = self.link(source, target)
         return (0.0, 0.0) if link is None else (1 / link.away_bytes_per_s, link.latency_s)
 
     def host_s(self, source: int, target: int) -> float:
         """What a message from one rank to another takes of the host at either end."""
-        link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
+        link = self.link(source, target)
         return 0.0 if link is None else link.host_s
 
 
@@ -113,29 +118,33 @@ class LinkSchedule:
         if (out := self.links.node(source)) != (into := self.links.node(target)):
             ways += [("node out", out), ("node in", into)]
         per_byte, latency_s = self.links.between(source, target)
+        link = self.links.link(source, target)
         start = max(ready_s, *(self._free[way] for way in ways))
-        end = start + nbytes * per_byte
+        end = start + nbytes * per_byte + (0.0 if link is None else link.gap_s)
         for way in ways:
             self._free[way] = end
         return start, end, end + latency_s
 
     def reduce(self, group: Sequence[int], nbytes: int, ready_s: float) -> tuple[float, float]:
-        """Reserve a ring all-reduce over a group; returns its start and end."""
+        """Reserve a ring all-reduce over a group; returns its start and end. Others may be under way in its latency."""
         size = len(group)
         if size < 2:
             return ready_s, ready_s
         hops = [(rank, group[(index + 1) % size]) for index, rank in enumerate(group)]
         costs = {self.links.between(*hop) for hop in hops}
         per_byte, latency_s = max(cost[0] for cost in costs), max(cost[1] for cost in costs)
-        latency_s += 2 * max(self.links.host_s(*hop) for hop in hops)  # in every round each sends and receives
+        host_s = 2 * max(self.links.host_s(*hop) for hop in hops)  # in every round each sends and receives
         ways = [(way, rank) for rank in group for way in ("out", "in")]
         crossed = {self.links.node(rank) for hop in hops if len({*map(self.links.node, hop)}) > 1 for rank in hop}
         ways += [(way, node) for node in crossed for way in ("node out", "node in")]
         start = max(ready_s, *(self._free[way] for way in ways))
-        end = start + 2 * (size - 1) * (latency_s + nbytes / size * per_byte)
+        adding = max(
+            0.0 if link is None else link.adding_s_per_byte for link in (self.links.link(*hop) for hop in hops)
+        )
+        busy_until = start + 2 * (size - 1) * (host_s + nbytes / size * per_byte) + nbytes * adding
         for way in ways:
-            self._free[way] = end
-        return start, end
+            self._free[way] = busy_until
+        return start, busy_until + 2 * (size - 1) * latency_s
 
     def copy(self, rank: int, direction: Literal["away", "back"], nbytes: int, ready_s: float) -> tuple[float, float]:
         """Reserve a copy to or from off-device storage; returns its start and end."""

@@ -28,6 +28,7 @@ from torch import nn
 from outcore.errors import CheckpointError, EngineError
 from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
+from outcore.machine.host_allocator import keep_freed_memory
 from outcore.program import Timeline
 from outcore.program.plan.document import Plan
 from outcore.program.policies import parse_policies
@@ -51,6 +52,8 @@ from outcore.run.stage.stage_module import Part
 from outcore.run.transport.choose import point_to_point
 from outcore.run.transport.shared_memory import SharedRows
 
+_DIRECT = 16
+"""As many ranks send each other a few bytes in every step; more of them add up in a tree, as gloo does."""
 _WRITTEN = 4
 """A flag among the requests of a rank: its part of a checkpoint is on the disk."""
 
@@ -107,6 +110,8 @@ class Engine:
             self.device = choose_device(asked.device, self.world.local_rank)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
+            elif self.world.size > 1:
+                keep_freed_memory()
             given = Plan.load(plan) if isinstance(plan, str | Path) else plan
             if given is None and self.world.size > 1:
                 given = own_plan(self.world, source, asked.example)
@@ -153,7 +158,9 @@ class Engine:
         assert settings.loss is not None
         made = self.assembly
         every = dict(self.model.named_parameters())
-        shared_rows = SharedRows(self.world, self.device) if self.world.size > 1 else None
+        self._shared_rows = shared_rows = SharedRows(self.world, self.device) if self.world.size > 1 else None
+        if shared_rows is not None and self.world.size <= _DIRECT and shared_rows.connect(range(self.world.size), 0):
+            self.world.exchange = shared_rows.exchange
         self.update = GradientUpdate(
             self.world,
             made.owners,
@@ -368,6 +375,7 @@ class Engine:
                 self.worker.abandon()
             reported = self.watch.failed(error) if self.watch is not None else None
             self.world.cut()
+            self._shared_rows = None  # nobody reads what was sent
             self.close()
             if reported is None:
                 raise
@@ -375,6 +383,10 @@ class Engine:
 
     def close(self) -> None:
         """Leave the other ranks; the engine cannot be used afterwards."""
+        shared_rows, self._shared_rows = getattr(self, "_shared_rows", None), None
+        if shared_rows is not None:
+            with contextlib.suppress(Exception):  # whoever has left, or is stuck, reads nothing
+                shared_rows.wait_for_readers()
         if self.signals is not None:
             self.signals.close()
         if hasattr(self, "worker"):
@@ -392,4 +404,6 @@ class Engine:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.engine_state.finish()
+        else:
+            self._shared_rows = None
         self.close()

@@ -1,9 +1,9 @@
 """From gradients to new weights: reduction over copies, one loss scale, clipping over all stages, the user's optimizer.
 
 Reductions run while other stages still compute: `reduce` starts one, `finish_reductions` waits for all. The gradients
-of parameters with the same owners are sent as one row, together with a flag per parameter that says whether it has one:
+of parameters with the same owners are sent as rows, together with a flag per parameter that says whether it has one:
 a parameter that nothing used this step keeps no gradient at all, as in plain PyTorch, instead of one that is zero.
-Afterwards the gradients are views of that row. Every copy gets the same sums, bit for bit, and takes the same step.
+Afterwards the gradients are views of these rows. Every copy gets the same sums, bit for bit, and takes the same step.
 
 Clipping and the search for infinities look at all parameters of the model once, wherever they are: the norms of all
 ranks are put into one row in the order of the model's parameters, and every rank computes the same total from it, with
@@ -13,7 +13,7 @@ the same operations as `torch.nn.utils.clip_grad_norm_`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,14 @@ from outcore.program import Reduce
 from outcore.run.engine.setup import check_gradients
 from outcore.run.ranks.world import World
 from outcore.run.stage.parameter_owners import ParameterOwners, SharedParameters
-from outcore.run.transport.all_reduce import AllReduce, GlooAllReduce, SharedMemoryAllReduce
+from outcore.run.transport.all_reduce import AllReduce, DirectAllReduce, GlooAllReduce
 from outcore.run.transport.shared_memory import SharedRows
 
 _TAGS = 1 << 20
 """The first tag above those of a program's transfers."""
+_BUCKET_BYTES = 16 << 20
+"""About as much is sent in one row: the others can add it while the next one is filled, and host memory of that size is
+used again in the next step (`outcore.machine.host_allocator`)."""
 _BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
 
@@ -91,6 +94,10 @@ class GradientUpdate:
         for share in self.owners.shares:
             if share.tied and self.world.rank in share.ranks and len(share.ranks) > 1:
                 self._start(share)
+        for started in self._started:
+            for _, _, total in started.rows:
+                with self.world.place.communicating():
+                    total.add()
         while self._started:
             self._finish(self._started.pop(0))
 
@@ -130,23 +137,36 @@ class GradientUpdate:
     # Reduction
 
     def _start(self, share: SharedParameters) -> None:
-        wanted = [n for n in share.names if self.parameters[n].requires_grad]
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in wanted:
-            by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
         rows = []
         began = time.perf_counter()
-        for number, (dtype, names) in enumerate(by_dtype.items()):
+        tag = _TAGS + self.owners.shares.index(share)
+        for dtype, names in self._buckets(share):
             row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
-            tag = _TAGS + 16 * self.owners.shares.index(share) + number
             with self.world.place.communicating():
                 rows.append((row, names, self._add_up(row, share, tag)))
         self._started.append(_Started(share, rows, began))
 
+    def _buckets(self, share: SharedParameters) -> Iterator[tuple[torch.dtype, list[str]]]:
+        """Parameters that are sent as one row, the same on every rank."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in share.names:
+            if self.parameters[name].requires_grad:
+                by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
+        for dtype, names in by_dtype.items():
+            bucket: list[str] = []
+            filled = 0
+            for name in names:
+                nbytes = self.parameters[name].nbytes
+                if bucket and filled + nbytes > _BUCKET_BYTES:
+                    yield dtype, bucket
+                    bucket, filled = [], 0
+                bucket.append(name)
+                filled += nbytes
+            yield dtype, bucket
+
     def _add_up(self, row: torch.Tensor, share: SharedParameters, tag: int) -> AllReduce:
-        others = [rank for rank in share.ranks if rank != self.world.rank]
-        if len(others) == 1 and self._shared_rows is not None and self._shared_rows.reaches(others[0]):
-            return SharedMemoryAllReduce(row, others[0], tag, self._shared_rows)
+        if (shared := self._shared_rows) is not None and shared.connect(share.ranks, row.nbytes):
+            return DirectAllReduce(row, self.world.rank, share.ranks, tag, shared)
         return GlooAllReduce(row, self._groups[share.stages], self.world.watched_wait)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:

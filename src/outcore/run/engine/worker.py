@@ -162,6 +162,7 @@ class Worker:
                     if not steps:
                         self._step(instruction)
         if update and not trained:
+            self._start_statistics()
             self.update.finish_reductions()
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
         self._end(run)
@@ -180,11 +181,17 @@ class Worker:
     def _step(self, last: OptimizerStep) -> None:
         """Step the optimizer for all stages of this rank, when it comes to the last of them."""
         self.place.stage, self.place.doing = last.stage, "optimizer step"
+        self._start_statistics()
         self.update.finish_reductions()
         began = self.clock.now()
         self.update.step()
         self.record(COMPUTE, "step", str(last), began, self.clock.now(), last.stage)
         self.gauge.sample()
+
+    def _start_statistics(self) -> None:
+        """Send what batch norms collected while gradients travel; of a GPU later, reading it would stop the kernels."""
+        if self._run.training and self.forms.device.type == "cpu":
+            self.statistics.start(self._run.pieces[0].form)
 
     def _end(self, run: ProgramRun) -> None:
         if self.idle_state is not None:
@@ -208,7 +215,7 @@ class Worker:
         self.gauge.stop()
         self._run = _IDLE
         self.update.abandon()
-        self._leftovers += [*self._coming.values(), *self._going]
+        self._leftovers += [*self._coming.values(), *self._going, *self.statistics.abandon()]
         if self.messages is not None:
             self._leftovers += self.messages.abandon()
         for held in (self._flights, self._made, self._coming, self._going):

@@ -31,6 +31,7 @@ from multiprocessing import connection
 from typing import Any
 
 from outcore.errors import EngineError
+from outcore.machine.host_allocator import keep_freed_memory
 from outcore.run.ranks.parent_death import LAUNCHER, end_with_parent
 from outcore.run.ranks.rendezvous import ADDRESS, VARIABLE
 from outcore.run.ranks.store import StoreServer, new_secret
@@ -154,6 +155,7 @@ def _end(processes: list[Any]) -> None:
 def _rank(pipe: connection.Connection, asked: bytes) -> None:
     """In a rank: run the function, and send what it returns or raises."""
     end_with_parent(int(os.environ[LAUNCHER]))()
+    keep_freed_memory()  # whatever it measures, an Engine would run so
     try:
         function, args = pickle.loads(asked)
         answer = (True, function(*args))

@@ -35,7 +35,7 @@ SILENT_S = 10.0
 """Without an answer for so long, an operation ends with an error."""
 _LIMIT = 1 << 22
 """The largest message, in bytes: ranks exchange only addresses and short reports here."""
-NONCE_BYTES = 32
+_NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _STRANGERS = 64
 """Connections that may be in their handshake at once."""
@@ -59,7 +59,7 @@ class StoreServer:
         self._open, self._taken = True, 0
         self.refused = 0
         """Connections that did not know the secret."""
-        self._listening = _listen(address, port)
+        self._listening = listen(address, port)
         self.address, self.port = self._listening.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="outcore store", daemon=True)
 
@@ -116,7 +116,9 @@ class StoreServer:
     def _serve(self, line: socket.socket, peer: Any) -> None:
         with contextlib.closing(line):
             try:
-                known = self._knows_secret(line)
+                line.settimeout(_HANDSHAKE_S)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                known = admit(line, self._secret)
             except OSError:  # it hung up, or said nothing
                 return
             finally:
@@ -130,19 +132,6 @@ class StoreServer:
                 while self._open:
                     send(line, self._answer(receive(line)))
             self._connections.discard(line)
-
-    def _knows_secret(self, line: socket.socket) -> bool:
-        line.settimeout(_HANDSHAKE_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        line.sendall(nonce)
-        theirs, proof = exactly(line, NONCE_BYTES), exactly(line, NONCE_BYTES)
-        if not hmac.compare_digest(proof, prove(self._secret, b"client", nonce, theirs)):
-            with contextlib.suppress(OSError):
-                line.sendall(bytes(NONCE_BYTES))
-            return False
-        line.sendall(prove(self._secret, b"server", nonce, theirs))
-        return True
 
     def _refuse(self, peer: Any) -> None:
         self.refused += 1
@@ -190,7 +179,8 @@ class StoreServer:
             return b"=" + value
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at one address; `port` 0 takes a free one."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind, protocol)
     try:
@@ -207,6 +197,26 @@ def _listen(address: str, port: int) -> socket.socket:
 def prove(secret: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
     """The proof of one side that it knows the secret, for the nonces of both."""
     return hmac.digest(secret, side + server + client, "sha256")
+
+
+def admit(line: socket.socket, secret: bytes, purpose: bytes = b"") -> bool:
+    """At the end that was connected to: whether the other end knows the secret; it is told that this one does."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    line.sendall(nonce)
+    theirs, proof = exactly(line, _NONCE_BYTES), exactly(line, _NONCE_BYTES)
+    if not hmac.compare_digest(proof, prove(secret, purpose + b"client", nonce, theirs)):
+        with contextlib.suppress(OSError):
+            line.sendall(bytes(_NONCE_BYTES))
+        return False
+    line.sendall(prove(secret, purpose + b"server", nonce, theirs))
+    return True
+
+
+def enter(line: socket.socket, secret: bytes, purpose: bytes = b"") -> bool:
+    """At the end that connects: prove that it knows the secret; whether the other does too."""
+    nonce, mine = exactly(line, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    line.sendall(mine + prove(secret, purpose + b"client", nonce, mine))
+    return hmac.compare_digest(exactly(line, _NONCE_BYTES), prove(secret, purpose + b"server", nonce, mine))
 
 
 def send(line: socket.socket, message: bytes) -> None:

@@ -8,9 +8,7 @@ ever. A connection that broke is made again with the next operation, so a server
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
 import socket
 import threading
 import time
@@ -20,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outcore.errors import EngineError
-from outcore.run.ranks.store import NONCE_BYTES, SILENT_S, exactly, prove, receive, send
+from outcore.run.ranks.store import SILENT_S, enter, receive, send
 
 
 class StoreClient(dist.Store):  # type: ignore[name-defined]
@@ -39,15 +37,17 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
     ) -> None:
         super().__init__()
         self.address, self.port, self.prefix = address, port, prefix
-        self._secret, self._timeout_s = secret, timeout_s
+        self.secret, self._timeout_s = secret, timeout_s
         self._lock = threading.Lock()
         self._line: socket.socket | None = None
         self._closed = False
+        self.own_address = ""
+        """Of this end of the connection."""
         self._line = self._connect(min(timeout_s, 2 * SILENT_S) if is_there else timeout_s)
 
     def another(self, prefix: str = "") -> StoreClient:
         """A further connection, so that a wait on this one blocks nobody else."""
-        where = (self._secret, self.address, self.port)
+        where = (self.secret, self.address, self.port)
         return StoreClient(*where, timeout_s=self._timeout_s, is_there=True, prefix=f"{self.prefix}{prefix}")
 
     def close(self) -> None:
@@ -150,10 +150,7 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
         try:
             line.settimeout(SILENT_S)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce, mine = exactly(line, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-            line.sendall(mine + prove(self._secret.encode(), b"client", nonce, mine))
-            answer = exactly(line, NONCE_BYTES)
-            if not hmac.compare_digest(answer, prove(self._secret.encode(), b"server", nonce, mine)):
+            if not enter(line, self.secret.encode()):
                 raise EngineError(
                     f"the store at {self.address}:{self.port} does not know this run's secret; start all ranks with "
                     "the same OUTCORE_SECRET, and with a MASTER_PORT that no other run uses"
@@ -161,6 +158,7 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
         except BaseException:
             line.close()
             raise
+        self.own_address = line.getsockname()[0]
         return line
 
 

@@ -3,13 +3,15 @@
 A process learns its rank from whatever launched it: torchrun, SLURM, mpirun, or nobody, which is a world of one that
 needs no process group at all. The ranks rendezvous in a store that only they may use (`outcore.run.ranks.rendezvous`).
 Small values (shapes, losses, norms, checksums) are exchanged as numbers or JSON text through one gloo group on the
-hosts; nothing is pickled. `share` and `numbers` are collective: every rank calls them, in one order.
+hosts, those of every step without gloo where ranks can (`World.exchange`); nothing is pickled. `share` and `numbers`
+are collective: every rank calls them, in one order.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,6 +33,8 @@ _LAUNCHERS = (
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _PORT = 29500
+_EXCHANGED_BYTES = 4096
+"""Of what every rank sends to every other; more is added up by gloo."""
 _met: list[Rendezvous] = []
 """The rendezvous of this process with the others that its launcher started, as long as it is one of them."""
 
@@ -89,6 +93,9 @@ class World:
         self.p2p_group: Any = None
         """A group for point-to-point messages. A collective that fails on `group` leaves messages in its connections
         that nobody reads any more, and what is sent behind them would never arrive."""
+        self.exchange: Callable[[bytes], Callable[[], list[bytes]]] | None = None
+        """Starts to exchange a few bytes with all ranks without gloo, once all of them can
+        (`outcore.run.transport.shared_memory`)."""
         self._owned = owned
         self._groups: list[Any] = []
         self._lines = GroupSockets()
@@ -145,6 +152,9 @@ class World:
         rank."""
         if self.size == 1:
             return lambda: [list(row)]
+        if self.exchange is not None:
+            theirs = self._exchanged(array("q", row).tobytes())
+            return lambda: [array("q", text).tolist() for text in theirs()]
         table = torch.zeros(self.size, len(row), dtype=torch.int64, device="cpu")
         mine = torch.tensor(row, dtype=torch.int64, device="cpu")
         work: Any = dist.all_gather(list(table), mine, group=self.group, async_op=True)
@@ -177,8 +187,27 @@ class World:
         """Start to add a tensor on the host over all ranks, in place; returns a function that waits for it."""
         if self.size == 1:
             return lambda: None
+        if self.exchange is not None and tensor.nbytes <= _EXCHANGED_BYTES:
+            theirs = self._exchanged(tensor.numpy().tobytes())
+
+            def add() -> None:
+                rows = [torch.frombuffer(bytearray(text), dtype=tensor.dtype) for text in theirs()]
+                tensor.copy_(torch.stack(rows).sum(0).view(tensor.shape))
+
+            return add
         work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
         return lambda: self.watched_wait.wait(work)
+
+    def _exchanged(self, payload: bytes) -> Callable[[], list[bytes]]:
+        assert self.exchange is not None
+        with self.place.communicating():
+            wait = self.exchange(payload)
+
+        def theirs() -> list[bytes]:
+            with self.place.communicating():
+                return wait()
+
+        return theirs
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy a tensor on the host of one rank to all, in place."""
@@ -208,7 +237,7 @@ class World:
         """Leave; only what this world made is taken down."""
         last = [self.leftovers, *self._groups, self.group]
         meeting, self.meeting = self.meeting, None
-        self.group = self.p2p_group = self.watched_wait.look = None
+        self.group = self.p2p_group = self.watched_wait.look = self.exchange = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self.leftovers = []

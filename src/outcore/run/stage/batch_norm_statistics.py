@@ -12,7 +12,8 @@ synchronised  Mean and variance of the whole batch are also what normalises. The
               independent, so each replica must take its batch in one piece, and all replicas at the same time.
 
 While a stage runs, its layers write into buffers of zeros; the real ones change once, at the end of the step, on all
-copies alike. A stage with a single copy under `micro_batch` is left entirely to torch.
+copies alike. What they collected is added up over the copies while gradients are, so that a slow link is waited for
+once. A stage with a single copy under `micro_batch` is left entirely to torch.
 
 Synchronised, a norm uses the statistics of all copies of a stage. Forward adds up counts, sums and sums of squares over
 the copies, backward the two sums that every element's gradient depends on: the derivative of normalising the whole
@@ -36,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from outcore.errors import PlanError
 from outcore.program.plan.document import Plan
 from outcore.run.stage.recorded_stages import RecordedStages
+from outcore.run.transport.all_reduce import GlooAllReduce
 from outcore.run.transport.watched_wait import WatchedWait
 
 
@@ -61,6 +63,7 @@ class RunningStatistics:
         self._copies, self._groups, self._parts = copies, groups, plan.parts
         self._layers: dict[int, dict[str, _Layer]] = {}
         self._versions: dict[int, list[int]] = {}
+        self._started: dict[int, tuple[torch.Tensor, GlooAllReduce]] = {}
         pieces = plan.micro_batches * plan.batches
         if self.mode == "synchronised" and (pieces > 1 or (plan.schedule == "gems" and len(plan.stages) > 1)):
             raise PlanError(
@@ -132,15 +135,28 @@ class RunningStatistics:
         layer.mean += rows * mean
         layer.var += (rows - 1) * var + rows * mean * mean
 
-    def update_running(self, form: RecordedStages) -> None:
-        """Update the running statistics, on all copies alike; collective over the copies of each stage."""
+    def start(self, form: RecordedStages) -> None:
+        """Start to add up what the copies of stages collected, when all forwards and reductions of this rank have been
+        started; collective over the copies of each stage."""
         for stage in sorted(form.parts):
             # Also those that collected nothing here: another copy may have.
+            layers = list(self._collected(form, stage).values())
+            if layers and self._copies[stage] > 1 and stage not in self._started:
+                row = _row_of(layers)
+                self._started[stage] = row, GlooAllReduce(row, self._groups[stage,], self._watched_wait)
+
+    def update_running(self, form: RecordedStages) -> None:
+        """Update the running statistics, on all copies alike; collective over the copies of each stage."""
+        self.start(form)
+        for stage in sorted(form.parts):
             if not (layers := list(self._collected(form, stage).values())):
                 continue
-            row = torch.cat([torch.cat([la.mean, la.var, la.mean.new_tensor([la.count])]) for la in layers])
-            if self._copies[stage] > 1:
-                row = self._total(row, stage) / (self._parts if stage == 0 else 1)
+            if stage in self._started:
+                row, total = self._started.pop(stage)
+                total.wait()
+                row = row / (self._parts if stage == 0 else 1)
+            else:
+                row = _row_of(layers)
             for layer in layers:
                 n = layer.mean.numel()
                 mean, var, count, row = row[:n], row[n : 2 * n], float(row[2 * n]), row[2 * n + 1 :]
@@ -166,6 +182,12 @@ class RunningStatistics:
         module.running_var.copy_(keep * module.running_var.double() + var)
         if module.num_batches_tracked is not None:
             module.num_batches_tracked += steps
+
+    def abandon(self) -> list[Any]:
+        """What is under way after a failure, which must outlive its connections."""
+        left = list(self._started.values())
+        self._started.clear()
+        return left
 
     def close(self) -> None:
         """Close all connections."""
@@ -203,6 +225,11 @@ def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, watched
             host = watched_wait.broadcast_(tensor.detach().cpu().contiguous(), source, group)
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)
+
+
+def _row_of(layers: Sequence[_Layer]) -> torch.Tensor:
+    """Mean, variance and count of layers, one after the other."""
+    return torch.cat([torch.cat([la.mean, la.var, la.mean.new_tensor([la.count])]) for la in layers])
 
 
 def _rows(form: RecordedStages, name: str) -> int:

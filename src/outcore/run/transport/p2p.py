@@ -3,7 +3,7 @@
 A transfer is known by a tag that both ends derive from the program, so any order of posting matches; gloo moves the
 bytes on its own thread as soon as both ends are posted. A tensor is sent as its dense memory, in the layout the graph
 has for the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into
-shared memory (`SharedRows`), and nothing goes through gloo.
+shared memory, and a small one between hosts into a socket of our own (`SharedRows`); neither goes through gloo.
 
 Receive buffers come from an arena. A buffer is free when nothing else holds its storage (autograd keeps a received
 activation exactly as long as backward needs it), so the arena never grows beyond what is in flight at once, for both
@@ -152,6 +152,9 @@ class PointToPoint(Protocol):
     ) -> OutgoingTensor:
         """Post the send of a tensor; of one that is given away nobody needs the memory again."""
 
+    def copies(self, target: int, nbytes: int) -> bool:
+        """Whether a send of that size has copied the tensor when it returns, so that it may be changed."""
+
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
 
@@ -180,7 +183,7 @@ class _Received:
 
 
 class _FromSharedMemory:
-    """A tensor that a rank of this host sends."""
+    """A tensor that a rank of this host sends, or a small one of another's."""
 
     def __init__(
         self,
@@ -263,12 +266,12 @@ class HostPointToPoint:
         given_away: bool = False,
     ) -> OutgoingTensor:
         """Post the send of a tensor; of one that is given away nobody needs the memory again."""
-        flat = layout.flat(tensor).view(torch.uint8)
         posted = time.perf_counter()
-        if self.shared_rows.reaches(target):
-            self.shared_rows.send(flat, target, tag)
+        if self.copies(target, layout.nbytes):
+            self.shared_rows.send(tensor, layout, target, tag)
             done("send", posted, time.perf_counter())
             return SentRow(self.shared_rows)
+        flat = layout.flat(tensor).view(torch.uint8)
         work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
         if given_away and layout.nbytes <= _SMALL:
             self._held.append(_HeldSend(flat, work))
@@ -281,6 +284,10 @@ class HostPointToPoint:
 
         return SentTensor(self._waiting.submit(finish), self._watched_wait)
 
+    def copies(self, target: int, nbytes: int) -> bool:
+        """Whether a send of that size has copied the tensor when it returns: into shared memory, or into a socket."""
+        return self.shared_rows.carries(target, nbytes)
+
     def _finish_held(self) -> None:
         """Wait until all small rows are sent, with one switch of threads."""
         works, self._held = self._held, []
@@ -289,7 +296,7 @@ class HostPointToPoint:
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
-        if self.shared_rows.reaches(source):
+        if self.shared_rows.carries(source, layout.nbytes):
             return _FromSharedMemory(source, tag, layout, self.shared_rows, done)
         flat = self.arena.take(layout.nbytes)
         work = dist.irecv(flat, src=source, group=self._group, tag=tag)

@@ -90,6 +90,10 @@ class StagedPointToPoint:
 
         return SentTensor(self._sent.submit(finish), self._watched_wait)
 
+    def copies(self, target: int, nbytes: int) -> bool:
+        """Never: the copy out runs beside kernels."""
+        return False
+
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Post the receive of a tensor."""
         come = self._expect(layout, source, tag)

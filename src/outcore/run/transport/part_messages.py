@@ -33,13 +33,14 @@ class PartMessages:
     def send(self, tensor: torch.Tensor, target: int, number: int) -> None:
         """Send a tensor; it may be changed as soon as this returns."""
         assert self._p2p is not None, "a rank on its own has nobody to send to"
-        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-        layout = _layout(tuple(dense.shape), dense.dtype)
+        given, to = tensor.detach(), self._first + target
+        layout = _layout(tuple(given.shape), given.dtype)
+        if not self._p2p.copies(to, layout.nbytes):
+            given = given.clone(memory_format=torch.contiguous_format)
         with self.place.communicating():
             self._going = [going for going in self._going if not going.ended()]
-            done = self._done(f"halo→{self._first + target}", layout.nbytes)
-            to, tag = self._first + target, _TAGS + number
-            self._going.append(self._p2p.send(dense, layout, to, tag, done, given_away=True))
+            done = self._done(f"halo→{to}", layout.nbytes)
+            self._going.append(self._p2p.send(given, layout, to, _TAGS + number, done, given_away=True))
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, number: int

@@ -1,0 +1,35 @@
+"""The link between the ranks of a run, as they measure it."""
+
+from __future__ import annotations
+
+import pytest
+
+from outcore.errors import EngineError
+from outcore.machine.link import Link
+from outcore.run import measure_link
+from outcore.run.link_probe import _fitted
+from tests.run.pool import Pool
+
+
+def _measured() -> Link:
+    return measure_link(sizes={1 << 10: 4, 1 << 16: 3, 1 << 20: 2})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_learns_the_same_link(ranks: Pool, size: int) -> None:
+    found = ranks.run(_measured, size)
+    assert len(set(found)) == 1
+    assert found[0].host_s > 0 and found[0].away_bytes_per_s > 1e6 and found[0].gap_s == 0.0
+
+
+def test_one_rank_has_no_link() -> None:
+    with pytest.raises(EngineError, match="two ranks"):
+        measure_link()
+
+
+def test_times_that_lie_on_a_line_give_its_rate_and_latency() -> None:
+    """Ten bytes a second, two seconds of latency and half a second of each host."""
+    found = {nbytes: (3.0 + nbytes / 10, 1.0) for nbytes in (10, 100, 1000)}
+    assert _fitted(found, False) == pytest.approx((0.1, 2.0, 0.5))
+    assert _fitted(found, True) == pytest.approx((0.1, 3.0, 0.0))
+    assert _fitted({10: None}, False) is None
