@@ -131,6 +131,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, message: s
         ("outcore.models:UNet", [], [], r"--input 1x3x224x224"),
         ("outcore.models:UNet", ["1x3x"], [], r"is not a shape"),
         ("outcore.models:UNet", ["1x3:floaty"], [], r"no dtype 'floaty'"),
+        ("outcore.models:UNet", ["0x3x64x64"], [], r"holds nothing; every size is at least 1"),
         ("outcore.models:UNet", ["1x3"], ["width"], r"must be name=value"),
         ("outcore.models:UNet", ["1x3x64x64"], ["widht=3"], r"--arg widht: .* did you mean width"),
         ("outcore.models:UNet", ["1x4x64x64"], ["width=4"], r"expected input\[1, 4, 64, 64\] to have 3 channels"),

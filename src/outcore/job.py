@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from outcore.errors import CaptureError, JobError, ModelError, suggest
 from outcore.graph import Graph, capture
 from outcore.graph.source import blame
+from outcore.graph.structure import leaves
 from outcore.keras.installed import as_module, repeatable
 from outcore.load_order import settle_triton
 
@@ -42,6 +44,10 @@ def model():
 def batch(size):
     return torch.randn(size, 3, 224, 224), torch.randint(1000, (size,))
 """
+
+
+_CALLED = {"batch": "size", "loss": "output, target", "dataset": "split"}
+"""What outcore gives functions of a job; a sweep gives ``model`` and ``optimizer`` more."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,10 @@ class Input:
             raise JobError(
                 f"--input {text!r}: torch has no dtype {match['dtype']!r}; write for example :float32 or :int64"
             )
-        return cls(tuple(int(n) for n in re.split("[x,]", match["shape"])), dtype, match["name"])
+        shape = tuple(int(n) for n in re.split("[x,]", match["shape"]))
+        if 0 in shape:
+            raise JobError(f"--input {text!r} holds nothing; every size is at least 1")
+        return cls(shape, dtype, match["name"])
 
     def tensor(self, size: int | None, device: str = "cpu") -> torch.Tensor:
         """A tensor of this shape, its first dimension replaced by `size`; random, or zeros for integers."""
@@ -99,6 +108,8 @@ class Job:
     """Numbered pairs of input and target for ``"train"`` and for ``"validation"``, which may be None."""
     size: int = field(default=1, kw_only=True)
     """Batch size used when none is asked for."""
+    settings: tuple[str, ...] = field(default=(), kw_only=True)
+    """Names that ``model()`` of a file or the constructor of a class takes, for sweeps."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
@@ -148,6 +159,10 @@ class Job:
                 f"batch(size) of {self.name} returned {shown}; it must return two: inputs and targets "
                 "(None for targets if there are none)"
             )
+        if not _has_keras() and any(True for _ in leaves(made, np.ndarray)):
+            raise JobError(
+                f"batch(size) of {self.name} returned arrays of numpy; it must return tensors: torch.from_numpy(array)"
+            )
         return made[0], made[1]
 
     def capture(self, size: int | None = None, *, training: bool = True) -> Graph:
@@ -189,7 +204,8 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that ends the program must not end it as a success
-        raise JobError(f"{path} cannot be imported{_place(error)}: {_first_line(error)}") from error
+        said = f"{path} cannot be imported{_place(error)}: {_first_line(error)}"
+        raise JobError(said + _hidden_package(path, error)) from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer", "dataset")}
@@ -198,20 +214,73 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
             raise JobError(
                 f"{path} has no function {name}(); a job needs model() and batch(size), for example:\n\n{_EXAMPLE}"
             )
-        if function is not None and not callable(function):
+        if function is not None and (not callable(function) or (name == "model" and isinstance(function, nn.Module))):
             raise JobError(f"{name} in {path} is a {type(function).__name__}; it must be a function")
+        if function is not None and name in _CALLED:
+            _check_call(f"{name}({_CALLED[name]}) of {path}", function, _CALLED[name].count(",") + 1)
     build = functions["model"]
     assert build is not None and functions["batch"] is not None
     _check_arguments(f"model() of {path}", build, values)
     return Job(
         model=lambda: build(**values),
-        batch=functions["batch"],
+        batch=_checked_batch(functions["batch"], str(path)),
         loss=functions["loss"],
         optimizer=_checked_optimizer(functions["optimizer"], str(path)),
         dataset=functions["dataset"],
         name=str(path),
         size=getattr(module, "size", 1),
+        settings=_taken(build),
     )
+
+
+def _hidden_package(path: Path, error: BaseException) -> str:
+    """What to do where a file beside the job, or the job itself, has the name of the package that it imports."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    own = path.parent / f"{package}.py"
+    return f"; {own} hides the package {package!r}: give the file another name" if package and own.is_file() else ""
+
+
+def _check_call(what: str, function: Callable[..., Any], arguments: int) -> None:
+    """Refuse a function that cannot be called as a job's is, before anything is made for it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        raise JobError(f"{what} cannot be called so: {error}; give other arguments a default") from error
+
+
+def _checked_batch(own: Callable[[int], Any], name: str) -> Callable[[int], Any]:
+    """A job's ``batch(size)``, with a `JobError` where it makes another number of examples, whatever the size."""
+
+    @functools.cache
+    def makes_always(size: int, device: str) -> tuple[tuple[int, ...], ...]:
+        """The shapes that it makes of one more too; none where they differ, as they should."""
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            one, other = (_shapes(own(n)) for n in (size, size + 1))
+        return one if one == other else ()
+
+    @functools.wraps(own)
+    def made(size: int) -> Any:
+        found = own(size)
+        shapes = _shapes(found)
+        if shapes and shapes[0][:1] != (size,) and (always := makes_always(size, str(torch.get_default_device()))):
+            shown = "x".join(map(str, always[0])) or "a number"
+            fixed = f", or write size = {always[0][0]} into the job" if always[0] else ""
+            raise JobError(
+                f"batch({size}) of {name} gives {shown}, and so does batch({size + 1}); make as many examples as size "
+                f"says{fixed}"
+            )
+        return found
+
+    return made
+
+
+def _shapes(made: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all tensors of a batch, inputs first."""
+    return tuple(tuple(tensor.shape) for _, tensor in leaves(made, torch.Tensor))
 
 
 def _checked_optimizer(own: Callable[..., Any] | None, name: str) -> Callable[..., torch.optim.Optimizer] | None:
@@ -273,7 +342,7 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
             return {i.name: tensor for i, tensor in made}, None
         return tuple(tensor for _, tensor in made), None
 
-    return Job(model=lambda: make(**values), batch=batch, name=text, size=min(sizes, default=1))
+    return Job(model=lambda: make(**values), batch=batch, name=text, size=min(sizes, default=1), settings=_taken(make))
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -294,11 +363,20 @@ def _check_arguments(what: str, make: Callable[..., Any], values: dict[str, Any]
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    taken = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    taken = _taken(make)
     for name in values:
         if name not in taken:
             instead = f"has no such argument; {suggest(name, taken)}" if taken else "takes no arguments"
             raise JobError(f"--arg {name}: {what} {instead}")
+
+
+def _taken(make: Callable[..., Any]) -> tuple[str, ...]:
+    """The names that can be given to a function."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # written in C
+        return ()
+    return tuple(name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 def _place(error: BaseException) -> str:

@@ -155,14 +155,15 @@ def verify_job(
     plain_model = copy.deepcopy(model)
     costs = by_bytes(account(capture(model, args, kwargs)), memory_rate(where))
     optimizer: Any = job.optimizer or partial(torch.optim.AdamW, lr=1e-3)
-    options: dict[str, Any] = {"optimizer": optimizer, "costs": costs, "quiet": True}
+    counted: Any = job.optimizer or 2.0  # as every prediction counts a job without one
+    options: dict[str, Any] = {"optimizer": counted, "costs": costs, "quiet": True}
     if job.loss is not None:
         options["loss"] = lambda output: job.loss(output, target)
-    plain_bytes = _plain_bytes(job, size, optimizer, where)
+    plain_bytes = _plain_bytes(job, size, counted, where)
     budget_bytes = parse_budget(memory, plain_bytes) if isinstance(memory, str) else memory
     whole_planned_bytes = None
     if crop is not None and plan is None:
-        made = _for_whole(whole, optimizer, budget_bytes, where)
+        made = _for_whole(whole, counted, budget_bytes, where)
         plan, budget_bytes, whole_planned_bytes = made.document(), None, made.peak_bytes
     if plan is None and budget_bytes is None:
         within(model, args, kwargs, memory=None, **options)

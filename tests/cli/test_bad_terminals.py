@@ -9,12 +9,14 @@ import os
 import random
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outcore.cli.common.streams import readable_streams
+from outcore.cli.common.streams import plain_warnings, readable_streams
 from outcore.cli.main import COMMANDS
 from outcore.documents.reading import write_text
 from outcore.errors import OutcoreError
@@ -139,6 +141,20 @@ def test_a_stream_gets_the_nearest_characters_that_it_has(monkeypatch: pytest.Mo
         readable_streams()
         print("3 µs ███ 2× …", end="", flush=True)
         assert raw.getvalue().decode(encoding) == expected
+
+
+def test_warnings_of_our_own_are_sentences_and_others_as_python_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = _shown
+        plain_warnings()
+        warnings.warn("outcore: this call is larger than planned", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert capsys.readouterr().err == "warning: this call is larger than planned\nby Python: something else\n"
+
+
+def _shown(message: Warning | str, *place: Any, **options: Any) -> None:
+    print(f"by Python: {message}", file=sys.stderr)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -86,6 +86,55 @@ def test_a_plain_step_is_the_same_in_every_command(job: str, tmp_path: Path) -> 
         assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
 
 
+TOKENS = """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(200, 32), nn.Linear(32, 200, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.words(tokens)))
+
+def model():
+    return Words()
+
+def batch(size):
+    tokens = torch.randint(200, (size, 12))
+    return tokens, tokens.clone()
+
+def loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+
+
+@pytest.mark.parametrize("job", [TOKENS], ids=["tied weights, large outputs"], indirect=True)
+def test_what_plain_training_needs_is_enough_in_every_command(job: str, tmp_path: Path) -> None:
+    peak = plain_peak(job, "-b", "4")
+    for budget, plain in ((peak, True), (peak - 1, False)):
+        words = ("-b", "4", "--memory", str(budget))
+        planned = outcore_command("plan", job, *words, "--devices", "1", "--json")
+        trained = outcore_command("train", job, *words, "--steps", "2", "--device", "cpu", "--out", f"run{plain}")
+        assert planned.returncode == trained.returncode, planned.stderr + trained.stderr
+        assert not plain or planned.returncode == 0
+    facts = json.loads((tmp_path / "runTrue" / "run.json").read_text())
+    assert facts["measured"]["peak_bytes"] <= peak
+
+
+@pytest.mark.parametrize("job", [LOSS + "\ndel optimizer\n"], ids=[""], indirect=True)
+def test_a_job_without_an_optimizer_is_counted_alike_and_one_that_is_named_as_it_is(job: str, tmp_path: Path) -> None:
+    peak = plain_peak(job)
+    assert json.loads(run("verify", job, "--json", "--memory", "95%").stdout)["plain_bytes"] == peak
+    forecasts = []
+    for name in ("", "SGD", "AdamW"):
+        words = [f"optimizer.name={name}", "optimizer.lr=0.1"] if name else []
+        run("train", job, "--steps", "1", "--device", "cpu", "--out", f"run{name}", *words)
+        forecasts.append(json.loads((tmp_path / f"run{name}" / "run.json").read_text())["forecast"])
+    assert forecasts[0]["peak_bytes"] == peak
+    assert forecasts[1]["peak_bytes"] < peak <= forecasts[2]["peak_bytes"]  # no state; two of them and a workspace
+    assert forecasts[0]["step_s"] < forecasts[1]["step_s"] < forecasts[2]["step_s"]
+
+
 @pytest.mark.parametrize("job", [LOSS], ids=[""], indirect=True)
 @pytest.mark.parametrize("on", [[], ["--on", "v100"]], ids=["here", "on a GPU"])
 def test_a_step_takes_the_same_time_by_every_plan(job: str, on: list[str]) -> None:

@@ -273,3 +273,16 @@ def test_it_is_usable_on_a_small_and_a_wide_screen(page: Browser) -> None:
             page.open(tab)
             assert page.ask("document.documentElement.scrollWidth <= innerWidth"), (tab, width)
     page.driver.set_window_size(1366, 768)
+
+
+def test_a_narrow_window_is_not_scrolled_sideways(page: Browser) -> None:
+    wide = page.driver.get_window_size()
+    page.open("overview")
+    try:
+        page.driver.set_window_size(500, 900)
+        assert page.ask("window.innerWidth") <= 520
+        assert page.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        rows = "[...document.querySelectorAll('.hot .row > *')]"
+        assert page.ask(f"{rows}.every(e => e.getBoundingClientRect().right <= document.documentElement.clientWidth)")
+    finally:
+        page.driver.set_window_size(wide["width"], wide["height"])

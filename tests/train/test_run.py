@@ -203,7 +203,7 @@ def not_finite(path: Path) -> Path:
 
 def test_a_loss_that_is_not_a_number_stops_the_run_with_its_example(tmp_path: Path) -> None:
     job = not_finite(write_job(tmp_path))
-    with pytest.raises(TrainError, match=r"the loss of step 3 is nan \(dataset\('train'\)\[\d+\].*\); try a smaller"):
+    with pytest.raises(TrainError, match=r"the loss of step 4 is nan \(dataset\('train'\)\[\d+\].*\); try a smaller"):
         run(job, tmp_path / "run", "checkpoint.every_steps=2")
     assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["ended"] == "failed"
@@ -267,12 +267,12 @@ def test_out_of_memory_is_tried_once_more_and_then_said(tmp_path: Path) -> None:
         return step(self, batches)
 
     with mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=2)):
-        with pytest.raises(TrainError, match=r"out of memory in step 2 .*Tried to allocate 9 GiB; give a budget"):
+        with pytest.raises(TrainError, match=r"out of memory in step 3 .*Tried to allocate 9 GiB; give a budget"):
             run(job, tmp_path / "run")
     calls[0] = 0
     with mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=1)):
         code, said = run(job, tmp_path / "run2", "plan.memory=1MiB")
-    assert code == 0 and "out of memory in step 2; planned again for 870.4 KiB" in said
+    assert code == 0 and "out of memory in step 3; planned again for 870.4 KiB" in said
     assert run(job, tmp_path / "run3")[0] == 0
     assert same(weights(tmp_path / "run2"), weights(tmp_path / "run3"))
 

@@ -13,6 +13,7 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -161,14 +162,16 @@ def _options(
 
 def main() -> None:
     """Run the command; every `OutcoreError` becomes one message and an exit code."""
-    from outcore.cli.common.streams import finish_streams, readable_streams
+    from outcore.cli.common.streams import finish_streams, plain_warnings, readable_streams
 
     readable_streams()
-    try:
-        _refuse_a_typing_error(sys.argv[1:2])
-        _run()
-    finally:
-        finish_streams()
+    with warnings.catch_warnings():
+        plain_warnings()
+        try:
+            _refuse_a_typing_error(sys.argv[1:2])
+            _run()
+        finally:
+            finish_streams()
 
 
 def _refuse_a_typing_error(words: list[str]) -> None:

@@ -225,7 +225,10 @@ class Slide:
         except Exception as error:
             found = DamagedTile(self.name, level, index, str(error) or type(error).__name__)
         if self.on_damage == "raise":
-            message = "to read such tiles as glass: on_damage='white', or --on-damage white of outcore infer"
+            message = (
+                "to read such tiles as glass: on_damage='white' (data.on_damage=white of outcore train, "
+                "--on-damage white of outcore infer)"
+            )
             raise DataError(f"{found}; {message}")
         with self._lock:
             if all((d.name, d.level, d.index) != (self.name, level, index) for d in self.damage):

@@ -125,7 +125,7 @@ class SlideTable:
         if isinstance(cause, MissingPackageError):
             raise cause
         if self.on_bad == "raise":
-            raise DataError(f"{reason}; to go on without such slides: on_bad=skip") from cause
+            raise DataError(f"{reason}; to go on without such slides: data.on_bad=skip") from cause
         path = self.rows[index].path
         if all(known.path != path for known in self.bad):
             self.bad.append(BadSlide(path, reason))
@@ -164,7 +164,21 @@ def read_table(
             if on_bad == "raise" and not _exists(file_path):
                 raise DataError(f"{path}, line {number}: no file {file_path}")
         rows.append(SlideRow(number, slide, label, masked))
+    _check_repeated(path, rows, names)
     return SlideTable(tuple(rows), names, on_bad, on_damage, str(path))
+
+
+def _check_repeated(path: Path, rows: Sequence[SlideRow], names: Sequence[str]) -> None:
+    """Refuse a slide that is of one class in one line and of another in the next; alike, it just counts twice."""
+    first: dict[Path, SlideRow] = {}
+    for row in rows:
+        before = first.setdefault(row.path, row)
+        if isinstance(row.label, int) and row.label != before.label:
+            here, there = (names[n] if names else n for n in (row.label, int(before.label or 0)))
+            raise DataError(
+                f"{path}, line {row.number}: {row.path} has the label {here!r}, and {there!r} in line {before.number}; "
+                "correct one of them"
+            )
 
 
 def _labels(

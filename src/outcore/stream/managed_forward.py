@@ -233,7 +233,7 @@ def refused_both_ways(refused: PlanError, error: PlanError | StreamError) -> Pla
     if in_tiles is not None and in_tiles == min(known):  # of two budgets that would do, the smaller is named
         both = PlanError(f"{str(refused).partition('; give ')[0]}; nor in tiles: {error}")
     else:
-        both = PlanError(f"{refused}; tiles do not help: {error}")
+        both = PlanError(f"{refused}; tiles do not help: {str(error).partition('; give ')[0]}")
     both.least_bytes = min(known, default=None)
     return both
 

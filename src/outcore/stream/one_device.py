@@ -112,13 +112,14 @@ def fit_one_device(
             made = plan_memory(
                 graph,
                 costs,
-                budget_bytes=budget_bytes,
+                # The network alone is taken to hold its outputs throughout; with its loss, a plain step may hold less.
+                budget_bytes=None if plain_bytes is not None and plain_bytes <= budget_bytes else budget_bytes,
                 optimizer=optimizer,
                 tier=tier_of(machine),
                 memory_bytes_per_s=device.bandwidth_bytes_per_s,
                 loss_bytes=beside,
             )
-            made = replace(made, known_plain_s=plain_s, known_plain_bytes=plain_bytes)
+            made = replace(made, budget_bytes=budget_bytes, known_plain_s=plain_s, known_plain_bytes=plain_bytes)
             return OneDeviceStep("policies" if made.policy else "plain", made)
         except PlanError as error:
             refused = error

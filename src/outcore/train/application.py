@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -88,8 +89,12 @@ def _launch(config: Config, console: Console) -> int:
     config = _with_batch(config, job, folder, config.plan.ranks, console)
     if config.data.train is not None:
         find_supply(config, job)
-    with owning(folder.path):
-        return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
+    with _leaving_no_traces(folder) as failed:
+        with owning(folder.path):
+            code = launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
+        if code == 1:
+            failed()
+        return code
 
 
 def _train(config: Config, console: Console, stop_request: StopRequest) -> int:
@@ -99,11 +104,35 @@ def _train(config: Config, console: Console, stop_request: StopRequest) -> int:
     config = _with_batch(config, job, folder, identity.size if identity is not None else 1, console)
     supply = find_supply(config, job)
     _seed(config)
-    first, apart = _first(supply, config, job, identity.size if identity is not None else 1)
-    with owning(folder.path, beside=launcher_pid()) if first_rank() else contextlib.nullcontext():
+    with console.status("reading sizes") if first_rank() else contextlib.nullcontext():
+        first, apart = _first(supply, config, job, identity.size if identity is not None else 1)
+    with (
+        _leaving_no_traces(folder) if first_rank() else contextlib.nullcontext(),
+        owning(folder.path, beside=launcher_pid()) if first_rank() else contextlib.nullcontext(),
+    ):
         if not begin(folder, config, console):
             return 0
         return _train_in(folder, config, console, stop_request, job, supply, first, apart=apart)
+
+
+@contextlib.contextmanager
+def _leaving_no_traces(folder: RunFolder) -> Iterator[Callable[[], None]]:
+    """Leave nothing of a run that failed before its first step, where its folder is its own.
+
+    What failed so is a mistake in the job, its data or its settings, and was printed; gives what to call for a failure
+    that is not raised.
+    """
+
+    def failed() -> None:
+        if fresh:
+            folder.discard()
+
+    fresh = not folder.path.exists() or not any(folder.path.iterdir())
+    try:
+        yield failed
+    except BaseException:
+        failed()
+        raise
 
 
 def _train_in(
@@ -127,6 +156,8 @@ def _train_in(
     )
     if feed.steps < 1:
         raise TrainError(f"{supply.examples} examples make no step of {supply.batch} x {config.train.accumulate}")
+    size = feed.mean_size() if isinstance(feed, Feed) else 1.0
+    expected = replace(expected, mean_size=size, notes=(*expected.notes, *supply.notes))
     if runner.rank == 0:
         examples = feed.steps * supply.batch * config.train.accumulate if supply.train is None else supply.examples
         console.print(start_table(config, job, expected, steps=feed.steps, examples=examples, batch=supply.batch))
@@ -161,15 +192,15 @@ def _train_in(
 
 
 def _first(supply: ExampleSupply, config: Config, job: Job, ranks: int) -> tuple[MicroBatch, bool]:
-    """The first micro-batch, and whether every rank has a slide of its own instead of a share of a batch.
+    """The largest micro-batch, and whether every rank has a slide of its own instead of a share of a batch.
 
     Whole slides differ in size, if not the first two then the next, and cannot be stacked.
     """
     whole = config.data.train is not None and config.data.crop is None and config.data.resize is None
     asked = config.plan.file is not None or config.plan.schedule is not None or config.data.on_bad == "skip"
     if ranks > 1 and supply.batch == ranks and whole and not asked:
-        return replace(supply, batch=1).first(config, job), True
-    return supply.first(config, job), False
+        return replace(supply, batch=1).largest(config, job), True
+    return supply.largest(config, job), False
 
 
 def _with_batch(config: Config, job: Job, folder: RunFolder, ranks: int, console: Console) -> Config:

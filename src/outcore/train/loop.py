@@ -82,6 +82,8 @@ class Loop:
     _predictions: Predictions = field(default_factory=Predictions)
     """Of the last validation."""
     _relieved: bool = False
+    _peak_bytes: int | None = None
+    """The most that a step of this process held, where it was counted."""
     _bookkeeping_s: float = 0.0
     """Seconds for logs, the progress bar and checks, over all steps."""
 
@@ -149,7 +151,7 @@ class Loop:
             "first_step_s": self._times[0] if self._times else None,
             "step_s": times[len(times) // 2] if times else None,
             "examples_per_s": self._examples / len(self._times) / times[len(times) // 2] if times else None,
-            "peak_bytes": self.runner.peak_bytes(),
+            "peak_bytes": self._peak_bytes,
             "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             "bookkeeping_s": self._bookkeeping_s / max(1, len(self._times)),
         }
@@ -188,6 +190,9 @@ class Loop:
         if self.schedule is not None and self.config.schedule.every == "step" and outcome.updated:
             self.schedule.step()
         examples = sum(m.examples for m in micro_batches) * self.runner.replica[1]
+        held = self.runner.peak_bytes()
+        if held is not None:
+            self._peak_bytes = max(held, self._peak_bytes or 0)
         row = {
             "step": where.step,
             "epoch": where.epoch,
@@ -196,7 +201,7 @@ class Loop:
             "gradient_norm": outcome.gradient_norm,
             "time_s": time_s,
             "examples_per_s": examples / time_s,
-            "memory_bytes": self.runner.peak_bytes(),
+            "memory_bytes": held,
             "budget_bytes": self.budget_bytes,
         }
         if not outcome.updated or not math.isfinite(outcome.loss):
@@ -220,25 +225,29 @@ class Loop:
             if said is None:
                 names = ", ".join(micro_batches[0].names[:3])
                 raise TrainError(
-                    f"out of memory in step {self.position.step} ({names}): {first_line}; give a budget below the "
+                    f"out of memory in step {self.position.step + 1} ({names}): {first_line}; give a budget below the "
                     "device's memory with --memory, a smaller --batch, or train.precision=bf16"
                 )
             self._relieved = True
-            self.show.say(f"warning: out of memory in step {self.position.step}; {said}")
+            self.show.say(f"warning: out of memory in step {self.position.step + 1}; {said}")
 
     def _not_finite(self, outcome: StepOutcome, micro_batches: list[MicroBatch]) -> None:
         """Handle a loss or gradient that is not finite: skip the step and count it, or stop and say where."""
         where = self.position
         where.not_finite += 1
-        names = ", ".join(name for m in micro_batches for name in m.names[:3])
-        said = f"the loss of step {where.step} is {outcome.loss} ({names})"
+        names = ", ".join(dict.fromkeys(name for m in micro_batches for name in m.names[:3]))
+        said = f"the loss of step {where.step + 1} is {outcome.loss} ({names})"
         if self.config.train.precision == "fp16" and math.isfinite(outcome.loss):
             return  # the loss scale was too large, and has learned it
         if self.config.train.on_nan == "skip":
             self.show.say(f"warning: {said}; the weights were left alone ({where.not_finite} so far)")
             return
         advice = "try a smaller optimizer.lr, train.clip=1 or train.on_nan=skip"
-        raise TrainError(f"{said}; {advice}; the last checkpoint is from before it")
+        raise TrainError(f"{said}; {advice}{self._saved_before()}")
+
+    def _saved_before(self) -> str:
+        """That something is saved, where it is."""
+        return "; the last checkpoint is from before it" if has_checkpoint(self.folder.last) else ""
 
     def _end_epoch(self) -> None:
         """Validate, record, and save."""
@@ -246,7 +255,7 @@ class Loop:
         if where.not_finite and where.examples and not where.loss_examples:
             raise TrainError(
                 f"no step of epoch {where.epoch + 1} had a finite loss, so nothing was learned in it; look at the loss "
-                "and the data, or try a smaller optimizer.lr; the last checkpoint is from before it"
+                f"and the data, or try a smaller optimizer.lr{self._saved_before()}"
             )
         if self._times:
             self.timeline = self.runner.timeline() or self.timeline  # before the validation's own passes

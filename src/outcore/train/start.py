@@ -20,9 +20,10 @@ from outcore.cost.predicted.loss_memory import apart, loss_bytes_in
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.cost.predicted.step_time import predict_step
 from outcore.cost.training_network import with_loss
+from outcore.data import Batch
 from outcore.errors import OutcoreError
 from outcore.graph import Graph, capture
-from outcore.graph.structure import substitute
+from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.machine.units import counted
@@ -31,8 +32,12 @@ from outcore.run.engine.batch import arguments
 from outcore.run.engine.setup import choose_device
 from outcore.train.progress import count_rate
 from outcore.train.settings.config import Config, computing
+from outcore.train.settings.schedules import make_optimizer
 
 __all__ = ["RunForecast", "device_here", "duration", "forecast", "start_table"]
+
+
+_SHAPED = (torch.Tensor, Batch)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class RunForecast:
     shapes: tuple[tuple[int, ...], ...]
     parameters: int = 0
     step_s: float | None = None
-    """Of one micro-batch, without a budget."""
+    """Of one micro-batch, without a budget; where images differ in size, of the largest."""
     peak_bytes: int | None = None
     capacity_bytes: int | None = None
     notes: tuple[str, ...] = ()
@@ -57,17 +62,22 @@ class RunForecast:
     """What the loss holds beside the output, with its targets, where that is the memory of the step with its loss."""
     beside: LossAndUpdate | None = None
     """Seconds of the loss and the optimizer's step, for plans of several ranks."""
+    mean_size: float = 1.0
+    """Pixels of a mean image, as a share of the largest, for which the step is predicted."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the graph."""
+        """Plain values, without the graph; seconds are those of an image of mean size, which is what is measured."""
+        seconds = {
+            name: None if value is None else value * self.mean_size
+            for name, value in (("step_s", self.step_s), ("planned_step_s", self.planned_step_s))
+        }
         return {
             "device": self.device,
             "shapes": [list(s) for s in self.shapes],
             "parameters": self.parameters,
-            "step_s": self.step_s,
             "peak_bytes": self.peak_bytes,
             "capacity_bytes": self.capacity_bytes,
-            "planned_step_s": self.planned_step_s,
+            **seconds,
             "planned_peak_bytes": self.planned_peak_bytes,
             "notes": list(self.notes),
             "decisions": [list(d) for d in self.decisions],
@@ -89,14 +99,15 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
     """
     _, device = device_here(config.train.device)
     given = arguments(inputs)
-    shapes = tuple(tuple(x.shape) for x in (*given[0], *given[1].values()) if hasattr(x, "shape"))
+    shapes = tuple(tuple(x.shape) for _, x in leaves(given, _SHAPED))
     try:
         graph = _record(job, given, config.train.precision)
         parameters = graph.root.parameters
         costs = estimate(graph, device)
-        timing = estimate_optimizer(costs, device, job.optimizer) if job.optimizer is not None else None
+        trained = make_optimizer(config.optimizer, job) if job.optimizer or config.optimizer.name else None
+        timing = estimate_optimizer(costs, device, trained) if trained is not None else None
         step = predict_step(graph, costs, optimizer=timing)
-        make = job.optimizer if job.optimizer is not None else 2.0
+        make = trained if trained is not None else 2.0
         curve = memory_curve(graph, costs, optimizer=make)
         held: int | None = None
         whole: Graph | None = None
@@ -109,7 +120,8 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
                 curve = memory_curve(whole, with_it, optimizer=make)
                 held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(make, device.kind))
     except OutcoreError as error:
-        return RunForecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
+        said = f"nothing is predicted: {str(error).splitlines()[0]}"
+        return RunForecast(None, device.name, shapes, _parameters(job), notes=(said,))
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
     return RunForecast(
         graph,
@@ -122,17 +134,17 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         notes,
         curve=tuple(moment.bytes.total for moment in curve.moments),
         loss_bytes=held,
-        beside=LossAndUpdate.between(graph, costs, device, whole, with_it, job.optimizer),
+        beside=LossAndUpdate.between(graph, costs, device, whole, with_it, trained),
     )
 
 
 def _record(job: Job, given: tuple[tuple[Any, ...], dict[str, Any]], precision: str, targets: Any = None) -> Graph:
     """The graph for inputs of these shapes, with the loss if there are targets; nothing of this size is allocated."""
 
-    def stand_in(x: Any) -> Any:
-        return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if hasattr(x, "shape") else x
+    def stand_in(x: Any) -> torch.Tensor:
+        return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
 
-    args, kwargs = tuple(map(stand_in, given[0])), {name: stand_in(x) for name, x in given[1].items()}
+    args, kwargs = substitute(given, _SHAPED, stand_in)
     model = job.build("meta").train()
     if precision != "fp32":  # autocast looks at the device; weights that nobody fills in take no memory
         model = model.to_empty(device="cpu")
@@ -141,6 +153,12 @@ def _record(job: Job, given: tuple[tuple[Any, ...], dict[str, Any]], precision: 
             return capture(model, args, kwargs)
         target = substitute(targets, torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
         return capture(with_loss(model, apart(job.loss)), args, {**kwargs, "target": target})
+
+
+def _parameters(job: Job) -> int:
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(OutcoreError, NotImplementedError):
+        return sum(p.numel() for p in job.build("meta").parameters())
+    return 0
 
 
 def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, examples: int, batch: int) -> Table:
@@ -159,7 +177,8 @@ def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, exa
     table.add_column(overflow="fold")
     shapes = ", ".join("x".join(map(str, shape)) for shape in found.shapes)
     table.add_row("train", f"{job.name} on {found.device}")
-    table.add_row("network", f"{found.parameters:,} parameters, input {shapes}, {config.train.precision}")
+    largest = "up to " if found.mean_size < 1 else ""
+    table.add_row("network", f"{found.parameters:,} parameters, input {largest}{shapes}, {config.train.precision}")
     batches = f"batch {batch}" + (f" x {config.train.accumulate}" if config.train.accumulate > 1 else "")
     length = f"{counted(steps, 'step')} an epoch, {counted(config.train.epochs, 'epoch')}"
     table.add_row("data", f"{counted(examples, 'example')}, {length}, {batches}")
@@ -171,7 +190,7 @@ def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, exa
         table.add_row(name, text)
     step_s = found.planned_step_s or found.step_s
     if step_s is not None:
-        whole = step_s * config.train.accumulate * steps
+        whole = step_s * found.mean_size * config.train.accumulate * steps
         rate = examples / whole if whole else 0.0
         table.add_row("expected", f"{duration(whole)} an epoch, {count_rate(rate)} examples/s")
     for note in found.notes:

@@ -3,6 +3,8 @@
 Under a C locale, in a container without one, or with `PYTHONIOENCODING=ascii`, a stream refuses "µs" and "█" with an
 exception in the middle of a table. `readable_streams` lets such a stream have the nearest characters that it knows.
 A pipe may be closed and a disk full before all is printed: `finish_streams` ends without a traceback of Python's own.
+Python prints a warning with the file and the line of whoever was called, which for outcore's own is a line of torch:
+`plain_warnings` prints those as sentences.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ import codecs
 import contextlib
 import os
 import sys
+import warnings
+from typing import Any
 
-__all__ = ["finish_streams", "readable_streams"]
+__all__ = ["finish_streams", "plain_warnings", "readable_streams"]
+
+_OWN = "outcore"
 
 _NEAREST = {
     "µ": "u", "█": "#", "▉": "#", "▊": "#", "▋": "#", "▌": "#", "▍": "#", "▎": "#", "▏": "#", "━": "-", "─": "-",
@@ -29,6 +35,20 @@ def readable_streams() -> None:
         with contextlib.suppress(AttributeError, ValueError, OSError):  # not a text file, or closed
             if not codecs.lookup(stream.encoding or "utf-8").name.startswith("utf"):
                 stream.reconfigure(errors="outcore.nearest")  # type: ignore[union-attr]
+
+
+def plain_warnings() -> None:
+    """Print outcore's own warnings without the place they came from; others as they are."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, *place: Any, **options: Any) -> None:
+        text = str(message)
+        if text.startswith(_OWN):
+            print(f"warning: {text.removeprefix(f'{_OWN}: ')}", file=sys.stderr)
+        else:
+            usual(message, *place, **options)
+
+    warnings.showwarning = show
 
 
 def finish_streams() -> None:

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class Recipe:
         return self._job(trial).build().to(self.device).train()
 
     def _model_arguments(self, trial: Trial) -> tuple[str, ...]:
-        wanted = _arguments_of_model(self.job)
+        wanted = _loaded(self.job, self.inputs, self.arguments).settings
         return tuple(f"{n}={v!r}" for n, v in trial.settings.items() if n in wanted and n not in _OWN)
 
     def batch_size(self, trial: Trial) -> int:
@@ -78,7 +77,7 @@ class Recipe:
     def optimizer(self, trial: Trial, params: Any) -> torch.optim.Optimizer:
         """The job's optimizer with the trial's settings in it."""
         job, settings = self._job(trial), dict(trial.settings)
-        for name in (*_OWN, *_arguments_of_model(self.job)):
+        for name in (*_OWN, *job.settings):
             settings.pop(name, None)
         if job.optimizer is None:
             made: torch.optim.Optimizer = torch.optim.Adam(params, lr=1e-3)
@@ -129,21 +128,3 @@ def _set(group: dict[str, Any], name: str, value: Any, job: str) -> None:
 @cache
 def _loaded(job: str, inputs: tuple[str, ...], arguments: tuple[str, ...]) -> Job:
     return Job.load(job, inputs=inputs, arguments=arguments)
-
-
-@cache
-def _arguments_of_model(job: str) -> tuple[str, ...]:
-    """Names that the job's ``model()`` takes."""
-    import importlib
-    import runpy
-
-    if job.endswith(".py") or "/" in job or Path(job).is_file():
-        make = runpy.run_path(job).get("model")
-    else:
-        package, _, name = job.partition(":")
-        make = getattr(importlib.import_module(package), name, None)
-    if make is None:
-        return ()
-    return tuple(
-        p.name for p in inspect.signature(make).parameters.values() if p.kind <= p.KEYWORD_ONLY and p.kind != 2
-    )

@@ -129,14 +129,14 @@ function bytesText(v) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let i = 0;
   while (Math.abs(v) >= 1024 && i < units.length - 1) { v /= 1024; i += 1; }
-  return `${i ? v.toFixed(v < 10 ? 2 : 1) : v} ${units[i]}`;
+  return `${i ? v.toFixed(1) : v} ${units[i]}`;  // as the command prints it
 }
 
 function timeText(v) {
   if (v === null || v === undefined) return "–";
   if (v === 0) return "0 s";
-  if (v < 1e-3) return `${(v * 1e6).toPrecision(3)} µs`;
-  if (v < 1) return `${(v * 1e3).toPrecision(3)} ms`;
+  if (v < 0.9995e-3) return `${(v * 1e6).toPrecision(3)} µs`;
+  if (v < 0.9995) return `${(v * 1e3).toPrecision(3)} ms`;
   if (v < 120) return `${v.toPrecision(3)} s`;
   return v < 7200 ? `${(v / 60).toFixed(1)} min` : `${(v / 3600).toFixed(1)} h`;
 }

@@ -6,6 +6,7 @@ never of what was drawn before it, so that a run can continue in the middle of a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 
+_KINDS: dict[type, str] = {int: "whole numbers", float: "numbers with a point", type(None): "masks"}
+
+
 class Examples(Protocol):
     """Numbered examples."""
 
@@ -40,6 +44,9 @@ class Examples(Protocol):
 
     def name(self, index: int) -> str:
         """The name of an example in messages."""
+
+    def pixels(self, index: int) -> int:
+        """How large an input is, without reading it; 0 where all are alike or nobody knows."""
 
     def load(self, index: int, epoch: int, *, training: bool) -> tuple[Any, Any]:
         """One input and its target; the input may be a source."""
@@ -97,6 +104,16 @@ class SlideExamples:
         """Its path."""
         return str(self.table.rows[self._row(index)].path)
 
+    def pixels(self, index: int) -> int:
+        """Numbers of the image, by its file's header; 0 where every image is cut or brought to one size."""
+        if self.config.crop is not None or self.config.resize is not None:
+            return 0
+        try:
+            return math.prod(at_scale(self.table[self._row(index)].image, self.config).shape)
+        except DataError as error:
+            self.skip(index, error)
+            return 0
+
     def skip(self, index: int, error: DataError) -> None:
         """Note a slide as bad, or raise, as the table was configured."""
         self.table.skip(self._row(index), str(error), error)
@@ -150,6 +167,10 @@ class OwnExamples:
         """Its number."""
         return f"{self.label}[{index}]"
 
+    def pixels(self, index: int) -> int:
+        """Unknown: a data set of the user's says it only when it is read."""
+        return 0
+
     def skip(self, index: int, error: DataError) -> None:
         """Bad examples of a user's own stop the run."""
         raise error
@@ -168,7 +189,10 @@ def find_tables(config: DataConfig, seed: int) -> tuple[SlideExamples, SlideExam
     assert config.train is not None
     train = _table(config.train, config)
     if isinstance(config.validation, str):
-        return SlideExamples(train, config, seed), SlideExamples(_table(config.validation, config), config, seed)
+        # By the classes of what is trained on: a validation that lacks one of them would count the others anew.
+        validation = _table(config.validation, config, train.classes)
+        _check_kinds(train, validation)
+        return SlideExamples(train, config, seed), SlideExamples(validation, config, seed)
     if config.validation is None:
         return SlideExamples(train, config, seed), None
     order = torch.randperm(len(train), generator=generator(seed, 0, -1), device="cpu").tolist()
@@ -176,7 +200,11 @@ def find_tables(config: DataConfig, seed: int) -> tuple[SlideExamples, SlideExam
     if aside >= len(train):
         raise ConfigError(f"data.validation={config.validation} leaves nothing of {len(train)} examples to train on")
     order = _by_class(order, [row.label if isinstance(row.label, int) else None for row in train.rows])
-    kept, held = tuple(sorted(order[aside:])), tuple(sorted(order[:aside]))
+    shown = {train.rows[i].path for i in order[:aside]}  # a slide of several rows is on one side with all of them
+    held = tuple(i for i, row in enumerate(train.rows) if row.path in shown)
+    kept = tuple(i for i, row in enumerate(train.rows) if row.path not in shown)
+    if not kept:
+        raise ConfigError(f"data.validation={config.validation} leaves nothing of {config.train} to train on")
     return SlideExamples(train, config, seed, kept), SlideExamples(train, config, seed, held)
 
 
@@ -202,9 +230,19 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
-def _table(name: str, config: DataConfig) -> SlideTable:
+def _check_kinds(train: SlideTable, validation: SlideTable) -> None:
+    """Refuse a validation whose labels are of another kind: words of which training knows only numbers, say."""
+    said = []
+    for table in (train, validation):
+        label = table.rows[0].label
+        said.append("words" if table.classes else _KINDS[type(label)])
+    if said[0] != said[1]:
+        raise DataError(f"labels of {train.name} are {said[0]}, those of {validation.name} {said[1]}; write them alike")
+
+
+def _table(name: str, config: DataConfig, classes: tuple[str, ...] = ()) -> SlideTable:
     read = read_folder if Path(name).is_dir() else read_table
-    return read(name, classes=config.classes, on_bad=config.on_bad, on_damage=config.on_damage)
+    return read(name, classes=config.classes or classes, on_bad=config.on_bad, on_damage=config.on_damage)
 
 
 def at_scale(slide: Slide, config: DataConfig) -> Source:

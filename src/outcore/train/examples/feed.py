@@ -102,9 +102,26 @@ class Feed:
             self.examples.skip(row, error)
 
     def first(self) -> MicroBatch | None:
-        """The first micro-batch that can be made, for its shape; None if no example can be read."""
+        """The first micro-batch that can be made; None if no example can be read."""
+        return self._first_of(self._micro_batches())
+
+    def largest(self) -> MicroBatch | None:
+        """The micro-batch of the largest images, whose plan has room for every other; None if none can be read.
+
+        Where sizes are not known before an example is read, the first.
+        """
+        return self._first_of(sorted(self._micro_batches(), key=lambda rows: -max(map(self.examples.pixels, rows))))
+
+    def mean_size(self) -> float:
+        """The mean size of an image, as a share of the largest; 1 where sizes are not known."""
+        pixels = [self.examples.pixels(row) for row in range(len(self.examples))]
+        return sum(pixels) / (len(pixels) * max(pixels)) if any(pixels) else 1.0
+
+    def _micro_batches(self) -> list[list[int]]:
         order = self._order(0)
-        chunks = (order[i : i + self.batch] for i in range(0, len(order), self.batch))
+        return [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
+
+    def _first_of(self, chunks: Sequence[Sequence[int]]) -> MicroBatch | None:
         return next(filter(None, (self._micro_batch(chunk, 0) for chunk in chunks)), None)
 
     def _order(self, epoch: int) -> list[int]:

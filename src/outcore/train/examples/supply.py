@@ -10,6 +10,7 @@ from outcore.data.table import BadSlide
 from outcore.errors import ConfigError, TrainError
 from outcore.graph import Graph
 from outcore.job import Job
+from outcore.machine.units import counted
 from outcore.train.examples.examples import OwnExamples, SlideExamples, find_tables
 from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
 from outcore.train.run_folder.folder import RunFolder
@@ -58,12 +59,12 @@ class ExampleSupply:
         common["batch"] = max(1, self.batch // replica[1])
         return feed, Feed(self.validation, training=False, **common)  # type: ignore[arg-type]
 
-    def first(self, config: Config, job: Job) -> MicroBatch:
-        """The first micro-batch, still lazy: for its shape."""
+    def largest(self, config: Config, job: Job) -> MicroBatch:
+        """The micro-batch of the largest images, still lazy: what is planned for it has room for every other."""
         feed, _ = self.feeds(config, job)
         if isinstance(feed, JobFeed):
             return next(feed.epoch(0))[0]
-        made = feed.first()
+        made = feed.largest()
         if made is None:
             raise TrainError("none of the examples can be read: " + "; ".join(map(str, self.bad)))
         return made
@@ -84,6 +85,17 @@ class ExampleSupply:
                         f"{where}: label {row.label}; the network has {shape[1]} outputs, for labels 0 to "
                         f"{shape[1] - 1}; correct the table or the network"
                     )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its figures should know: slides that are trained on and validated on."""
+        tables = [e.table for e in (self.train, self.validation) if isinstance(e, SlideExamples)]
+        if len(tables) < 2 or tables[0] is tables[1]:
+            return ()
+        trained, validated = ({row.path.resolve() for row in table.rows} for table in tables)
+        both = len(trained & validated)
+        said = f"{both} of the {counted(len(validated), 'slide')} of the validation {'is' if both == 1 else 'are'}"
+        return (f"{said} trained on too: its figures say little about new slides",) if both else ()
 
     @property
     def bad(self) -> list[BadSlide]:

@@ -6,7 +6,7 @@ folder, images that were added, removed or changed. Of each a short fingerprint 
 | part | of what |
 |---|---|
 | network | the structure of the recorded graph, and the options of its layers (rates of dropout, slopes, strides) |
-| loss | what it gives for two made-up outputs and the first targets: edits that change no number are not noticed |
+| loss | what it gives for two made-up outputs and a micro-batch's targets: edits that change no number go unseen |
 | classes | their names, in order |
 | names, labels | of the table's files: which, and what they are called |
 | contents | size and time of change of each file |

@@ -17,6 +17,7 @@ run left of that is removed by the next. While a run is at work, ``.owner`` says
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -142,6 +143,15 @@ class RunFolder:
                 path.unlink(missing_ok=True)
         replace(self.config, config.to_yaml())
         return begun
+
+    def discard(self) -> None:
+        """Remove what a run wrote that made no step, and the folder if nothing else is in it."""
+        if self.begun:
+            return
+        for path in (self.config, self.facts, self.plan, self.report, self.path / "graph.json"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder with other files stays
+            self.path.rmdir()
 
     def note(self, **facts: Any) -> None:
         """Add facts to ``run.json``, beside those that are there."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from outcore.data import Batch
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
+from outcore.graph.structure import substitute
 from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_budget, rounded_up
 from outcore.planner.memory.plan import MemoryPlan
@@ -201,7 +202,7 @@ def _example(inputs: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]
     args, kwargs = arguments(inputs)
 
     def on_device(x: Any) -> Any:
-        return x.to(device) if isinstance(x, torch.Tensor) else x
+        return substitute(x, torch.Tensor, lambda t: t.to(device))
 
     def real(x: Any) -> bool:
         return isinstance(x, Batch) or (isinstance(x, torch.Tensor) and x.is_floating_point())

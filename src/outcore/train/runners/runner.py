@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
+from outcore.graph.structure import leaves
 from outcore.program import Timeline
 from outcore.run.engine.batch import arguments
 from outcore.run.engine.setup import check_gradients, check_loss, check_optimizer
@@ -119,6 +121,7 @@ class PlainRunner:
         self._refit = refit
         self._steps = 0
         self._peak: int | None = None
+        self._counted_size = 0
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """Accumulate the gradients of all micro-batches, weighted by their examples, and update."""
@@ -152,7 +155,7 @@ class PlainRunner:
             return float(self.loss(output, _moved(micro_batch.targets, self.device))), output
 
     def peak_bytes(self) -> int | None:
-        """The allocator's peak of the last step on a GPU; live tensors, counted in the second step, on a CPU."""
+        """The allocator's peak of the last step on a GPU; live tensors of the largest step counted, on a CPU."""
         return self._peak
 
     def replan(self) -> str | None:
@@ -233,20 +236,24 @@ class PlainRunner:
 
     @contextlib.contextmanager
     def _counted(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        """Count memory: on a GPU always, on a CPU in the second step, when the optimizer has its state."""
+        """Count memory: on a GPU always; on a CPU in the second step, when the optimizer has its state, and in any
+        that has more to do than those that were counted."""
         self._steps += 1
+        size = max(map(_numbers, micro_batches), default=0)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             yield
             statistics = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
             self._peak = int(statistics["allocated_bytes"]["all"]["peak"])
-        elif self._steps == 2:
+        elif self._steps > 1 and size > self._counted_size:
+            self._counted_size = size
             given = [tensors_of((m.inputs, m.targets)) for m in micro_batches]
             held = {id(t): t for t in self._held()}
             with _RealBytes((*held.values(), *itertools.chain(*given))) as live:
                 yield
             # Of micro-batches the one at work counts; those that wait their turn are in host memory on any device.
-            self._peak = live.peak + _bytes(held.values()) + max(map(_bytes, given), default=0)
+            peak = live.peak + _bytes(held.values()) + max(map(_bytes, given), default=0)
+            self._peak = max(peak, self._peak or 0)
         else:
             yield
 
@@ -286,6 +293,11 @@ class _RealBytes(LiveBytes):
     def _note(self, tensor: Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:
         if not tensor.is_meta and not isinstance(tensor, FakeTensor):
             super()._note(tensor, operation, source, counted=counted)
+
+
+def _numbers(micro_batch: MicroBatch) -> int:
+    """How much a micro-batch gives the network to work on."""
+    return sum(math.prod(leaf.shape) for _, leaf in leaves(micro_batch.inputs, (Tensor, Batch)))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

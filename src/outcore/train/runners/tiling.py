@@ -133,6 +133,7 @@ def choose_step(
             optimizer=optimizer,
             loss_bytes=beside,
             plain_s=expected.step_s,
+            plain_bytes=expected.peak_bytes if expected.loss_bytes is not None else None,
             image_bytes=sum(t.numel() * t.element_size() for t in tensors_of(inputs)),
             statistics=config.plan.statistics,
             tiles_only=tiles_only,
