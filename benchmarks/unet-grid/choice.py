@@ -29,7 +29,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "whatif-links"))
 
 PORT = "29581"
-STEPS, SKIPPED = 11, 2
+STEPS, SKIPPED, PASSES = 10, 2, 2
+"""Steps of a plan, those that do not count, and how often all plans of a case take turns: a machine's speed changes."""
 NOISE = 1.1
 FAST = 2000.0
 """Mbit/s at which the rate of a link hardly matters: such cases are also run without namespaces."""
@@ -171,26 +172,23 @@ def measure_case(case: dict[str, Any], seconds: float, assumed: dict[str, Any]) 
     return {"costs": costs.to_json(), "part": asdict(part)}
 
 
-def link_worker(plan: str, out: str) -> None:
+def link_worker(out: str) -> None:
     """One of two ranks: what an exchange over the link takes."""
-    from times import measure_link
+    import torch
 
-    found = measure_link(json.loads(plan), "chain", False, 0.25)
+    from outcore.run import measure_link
+
+    torch.set_num_threads(1)
+    found = measure_link()
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(asdict(found)))
 
 
-def measured_link(rate_mbit: float) -> dict[str, Any]:
-    """Latency and host time of messages between two hosts."""
-    from times import job
-
-    import outcore
-
-    graph = job("chain", False, 0.25).capture(1)
-    plan = outcore.Plan(graph.fingerprint, (("",),), spatial={"grid": [1, 2]}, exactness="reassociated")
+def measured_link(ranks: int, rate_mbit: float) -> dict[str, Any]:
+    """Latency and host time of messages between hosts."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "link.json"
-        on_hosts(2, rate_mbit, "--link", json.dumps([json.dumps(plan.to_json()), str(out)]))
+        on_hosts(ranks, rate_mbit, "--link", json.dumps([str(out)]))
         found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -208,7 +206,8 @@ def worker(document: str, out: str) -> None:
     for row in rows:
         case = Case(**row["case"])
         job = case.job()
-        for found in row["plans"].values():
+        times: dict[str, list[float]] = {name: [] for name in row["plans"]}
+        for name, found in [*row["plans"].items()] * PASSES:
             plan = outcore.Plan.from_json(found["plan"])
             with Engine(job, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4), device="cpu") as engine:
 
@@ -216,14 +215,14 @@ def worker(document: str, out: str) -> None:
                     return tensor.tensor_split(engine.plan.replicas)[engine.replica]
 
                 inputs, targets = (substitute(t, torch.Tensor, mine) for t in job.batch(case.batch))
-                times = []
-                for _ in range(STEPS):
+                for number in range(STEPS):
                     engine.world.barrier()
                     began = time.perf_counter()
                     engine.step(inputs, targets)
-                    times.append(time.perf_counter() - began)
+                    if number >= SKIPPED:
+                        times[name].append(time.perf_counter() - began)
                 rank = engine.rank
-            found["measured_s"] = statistics.median(times[SKIPPED:])
+            found["measured_s"] = statistics.median(times[name])
         if rank == 0:
             Path(out).write_text(json.dumps(rows))
 
@@ -294,8 +293,6 @@ def main() -> None:
     if given.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     cores, one = len(os.sched_getaffinity(0)), known()
-    wire = measured_link(FAST)
-    print(f"exchange: {wire['latency_s'] * 1e6:.0f} µs of latency, {wire['host_s'] * 1e6:.0f} of a host", flush=True)
     alike: dict[tuple[int, float], list[Case]] = {}
     for case in (CASES[number] for number in given.cases):
         if unavailable() is not None and case.rate_mbit < FAST:
@@ -304,19 +301,21 @@ def main() -> None:
         alike.setdefault((case.ranks, case.rate_mbit), []).append(case)
     given.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    wires: dict[int, Link] = {}
     for (ranks, rate_mbit), cases in alike.items():
-        link = Link.symmetric(
-            bandwidth_bytes_per_s=min(wire["bytes_per_s"], rate_mbit * 1e6 / 8),
-            latency_s=wire["latency_s"],
-            host_s=wire["host_s"],
-        )
+        if ranks not in wires:
+            wires[ranks] = Link(**measured_link(ranks, FAST))
+        link = wires[ranks]
+        print(f"{ranks} ranks, {rate_mbit:g} Mbit/s, beside the rate: {link}", flush=True)
+        rate = min(link.away_bytes_per_s, rate_mbit * 1e6 / 8)
+        link = replace(link, away_bytes_per_s=rate, back_bytes_per_s=rate, both_bytes_per_s=2 * rate)
         at_once = min(cores, ranks)
         machine = replace(one, devices=(cpu_of(one),) * ranks, between_devices=link, processors=at_once)
         planned = []
         for case in cases:
             found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]
             plans, chosen = candidates(case, Costs.from_json(found["costs"]), machine, PartCosts(**found["part"]))
-            planned.append({"case": asdict(case), "plans": plans, "chosen": chosen, "link": wire})
+            planned.append({"case": asdict(case), "plans": plans, "chosen": chosen, "link": asdict(link)})
         rows += measured(ranks, rate_mbit, planned)
         text = _table(rows)
         (given.out / f"{given.name}.json").write_text(json.dumps(rows, indent=1))
@@ -324,9 +323,10 @@ def main() -> None:
     print(text)
 
 
-def _steps(found: dict[str, Any]) -> dict[str, Any]:
-    """What a plan does, without what is said of it."""
-    return {name: value for name, value in found["plan"].items() if name not in ("why", "predicted")}
+def _steps(found: dict[str, Any]) -> tuple[Any, ...]:
+    """What a plan does, however it is written down."""
+    pieces = (found["plan"].get("micro_batches"), found["plan"].get("batches"))
+    return found["arrangement"], pieces, str(found["plan"].get("spatial")), round(found["predicted_s"], 9)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

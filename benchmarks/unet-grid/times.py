@@ -6,8 +6,10 @@
 Three networks on 1 x 2 and 2 x 2 ranks. On a GPU every rank has an equal share of its multiprocessors, so that ranks
 stand for GPUs of their own; what they still share is its memory. The calls of a network are therefore measured in as
 many processes at the same time as there are ranks (on a CPU: as there are cores), and so is a rank's part, with
-neighbours that answer at once; exchanges between two ranks as neighbours have them. The step is simulated on a machine
-of as many devices as ranks with that link, on a CPU with no more of them computing at once than there are cores.
+neighbours that answer at once; exchanges and sums between ranks by `outcore.run.measure_link`. From these the plan is
+made. Its step is simulated on a machine of as many devices as ranks with that link, on a CPU with no more of them
+computing at once than there are cores, with the part as the plan lays it out: every rank measures that in turn with
+steps of the plan, so that a machine whose speed changes meanwhile changes both. Both figures are medians.
 """
 
 from __future__ import annotations
@@ -42,15 +44,16 @@ from outcore.models import UNet
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.program import Event
-from outcore.run import Engine, launch
-from outcore.spatial.part_costs import PartCosts, measure_part
+from outcore.run import Engine, launch, measure_link
+from outcore.spatial.part_costs import PartCosts, PartProbe, measure_part
 from outcore.spatial.timeline import predict_timeline
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mps import mps, torchvision_model
 
-STEPS = 8
-SKIPPED = 3
+STEPS, SKIPPED = 1, 3
+"""Steps of a round that count, and those before the first."""
+ROUNDS = int(os.environ.get("ROUNDS", "24"))
 _MOST_S = float(os.environ.get("MOST_S", "60"))
 
 
@@ -94,77 +97,6 @@ def job(name: str, cuda: bool, scale: float = 1.0) -> outcore.Job:
     return _classification("resnet50" if cuda else "resnet18", round((2048 if cuda else 256) * scale))
 
 
-SIZES = {1 << 10: 100, 1 << 16: 20, 1 << 20: 16, 1 << 22: 10, 1 << 24: 6}
-"""Bytes of the messages that a link is measured with, and how often each is sent."""
-
-
-def measure_link(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
-    """On every rank of a grid that trains nothing: what an exchange between two of them takes, by its bytes.
-
-    Both send and both receive, as neighbours do; on a CPU after some milliseconds of computing, as between the layers
-    of a network: ranks do not come to an exchange at the same moment, and nothing that it needs is in a cache. Of the
-    seconds that it takes, those in which a process computes are the host's, for one message sent and one received; the
-    rest of a small exchange is latency. A line through the medians of all sizes, each weighed by what it took, gives
-    the rate.
-    """
-    chosen, found = job(name, cuda, scale), dict[int, tuple[float, float]]()
-    if not cuda:
-        torch.set_num_threads(1)
-    with Engine(
-        chosen,
-        outcore.Plan.from_json(plan),
-        optimizer=_sgd,
-        device=None if cuda else "cpu",
-    ) as engine:
-        messages, number = engine.worker.messages, 1 << 16
-        assert messages is not None
-        other = 1 - messages.rank
-        for nbytes, times in SIZES.items():
-            row, walls = torch.zeros(nbytes // 4, device=engine.device), []
-            engine.world.barrier()
-            used = 0.0
-            for _ in range(times if messages.rank < 2 else 0):
-                number += 1
-                if not cuda:
-                    F.conv2d(torch.zeros(2, 3, 64, 64), torch.zeros(64, 3, 7, 7))
-                began, computed = time.perf_counter(), time.process_time()
-                coming = messages.receive((len(row),), row.dtype, engine.device, other, number)
-                messages.send(row, other, number)
-                coming.wait()
-                walls.append(time.perf_counter() - began)
-                used += time.process_time() - computed
-            messages.finish()
-            if walls:
-                found[nbytes] = statistics.median(walls), used / times
-        messages.waits.clear()
-        engine.worker._noted.clear()
-    return _fitted(found, cuda) if found else {}
-
-
-def _fitted(found: dict[int, tuple[float, float]], cuda: bool) -> dict[str, Any]:
-    walls = {nbytes: wall for nbytes, (wall, _) in found.items()}
-    weights = [1 / seconds**2 for seconds in walls.values()]
-    mean_x = sum(w * x for w, x in zip(weights, walls, strict=True)) / sum(weights)
-    mean_y = sum(w * y for w, y in zip(weights, walls.values(), strict=True)) / sum(weights)
-    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, walls.items(), strict=True))
-    slope = over / sum(w * (x - mean_x) ** 2 for w, x in zip(weights, walls, strict=True))
-    small = min(found)
-    # Where a GPU computes, its host is not kept from anything; and it is busy while it waits.
-    host_s = 0.0 if cuda else min(found[small][1], walls[small]) / 2
-    return {
-        "bytes_per_s": 1 / max(1e-12, slope),
-        "latency_s": max(0.0, mean_y - slope * mean_x - 2 * host_s),
-        "host_s": host_s,
-        "seconds": walls,
-    }
-
-
-def _as_link(found: dict[str, Any]) -> Link:
-    return Link.symmetric(
-        bandwidth_bytes_per_s=found["bytes_per_s"], latency_s=found["latency_s"], host_s=found["host_s"]
-    )
-
-
 def measure_calls(
     name: str, grid: tuple[int, ...], cuda: bool, scale: float, seconds: float, assumed: dict[str, Any]
 ) -> dict[str, Any]:
@@ -189,8 +121,10 @@ def _shares(cuda: bool, ranks: int) -> Iterator[None]:
         os.environ.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
 
 
-def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str, Any]:
-    """On one rank: the link, seconds of the steps, and in which of them it waited."""
+def train(
+    plan: dict[str, Any], name: str, cuda: bool, scale: float, costs: dict[str, Any], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """On one rank: seconds of the steps, in which of them it waited, and of its part between them."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     faulthandler.dump_traceback_later(_MOST_S, exit=True)  # a case that takes too long says where it is, and ends
     chosen, made = job(name, cuda, scale), outcore.Plan.from_json(plan)
@@ -207,21 +141,39 @@ def train(plan: dict[str, Any], name: str, cuda: bool, scale: float) -> dict[str
         if messages is not None:
             messages.waits = _Kept(waits)
         inputs, targets = (t.to(engine.device) for t in chosen.batch(1))
-        times, own, waited = [], [], []
-        for _ in range(STEPS):
+        probe = PartProbe(
+            chosen,
+            tuple(plan["spatial"]["grid"]),
+            costs=Costs.from_json(costs),
+            machine=Machine.from_json(machine),
+            device=engine.device,
+            spatial=plan["spatial"],
+        )
+        rounds: list[dict[str, list[float]]] = []
+        parts: list[PartCosts] = []
+        for number in range(ROUNDS):
+            rows: dict[str, list[float]] = {"step_s": [], "thread_s": [], "waited_s": []}
+            for _ in range(STEPS + (SKIPPED if not number else 1)):
+                engine.world.barrier()
+                waits.clear()
+                began, of_thread = time.perf_counter(), time.thread_time()
+                loss = engine.step(inputs, targets)
+                if cuda:
+                    torch.cuda.synchronize()
+                rows["step_s"].append(time.perf_counter() - began)
+                rows["thread_s"].append(time.thread_time() - of_thread)
+                rows["waited_s"].append(sum(end - start for start, end in waits))
+            rounds.append({of: times[-STEPS:] for of, times in rows.items()})
             engine.world.barrier()
-            waits.clear()
-            began, of_thread = time.perf_counter(), time.thread_time()
-            loss = engine.step(inputs, targets)
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-            own.append(time.thread_time() - of_thread)
-            waited.append(sum(end - start for start, end in waits))
+            parts.append(probe.measure(3))
         events = [e for e in engine.timeline().events if e.rank == engine.rank]
     faulthandler.cancel_dump_traceback_later()
-    found = {"step_s": times, "thread_s": own, "waited_s": waited}
-    return {**{n: t[SKIPPED:] for n, t in found.items()}, "busy_s": _busy(events), "loss": loss}
+    return {"rounds": rounds, "busy_s": _busy(events), "loss": loss, "parts": [asdict(part) for part in parts]}
+
+
+def _typical(parts: list[PartCosts]) -> PartCosts:
+    """The one that takes the median of what all take."""
+    return sorted(parts, key=lambda p: sum(p.forward_s.values()) + sum(p.backward_s.values()))[len(parts) // 2]
 
 
 class _Kept(list[tuple[float, float]]):
@@ -261,32 +213,41 @@ def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
 def compare(name: str, grid: tuple[int, ...], cuda: bool, cores: int, scale: float, seconds: float) -> dict[str, Any]:
     chosen, ranks = job(name, cuda, scale), math.prod(grid)
     graph = chosen.capture(1)
-    bare = outcore.Plan(graph.fingerprint, (("",),), spatial={"grid": list(grid)}, exactness="reassociated")
     assumed = _machine(cuda, ranks, cores, Link.symmetric(bandwidth_bytes_per_s=2e9, latency_s=1e-4))
     with _shares(cuda, ranks):
         at_once = ranks if cuda else min(ranks, cores)
         measured_at_once = launch(measure_calls, at_once, name, grid, cuda, scale, seconds, assumed.to_json())
-        link = launch(measure_link, ranks, bare.to_json(), name, cuda, scale)[0]
+        link = launch(measure_link, ranks, "cuda" if cuda else "cpu")[0]
     costs, parts = Costs.from_json(measured_at_once[0]["costs"]), PartCosts(**measured_at_once[0]["part"])
-    where = _machine(cuda, ranks, cores, _as_link(link))
+    where = _machine(cuda, ranks, cores, link)
     plan = outcore.spatial.plan_grid(chosen, grid, machine=where, costs=costs, parts=parts)
     with _shares(cuda, ranks):
-        found = launch(train, ranks, plan.to_json(), name, cuda, scale)
+        found = launch(train, ranks, plan.to_json(), name, cuda, scale, costs.to_json(), where.to_json())
+    by_round = [
+        _typical([PartCosts(**part) for part in of]) for of in zip(*(r.pop("parts") for r in found), strict=True)
+    ]
+    planned = _typical(by_round)
     weights = weights_on(where, graph, costs, LossAndUpdate.of(chosen, graph, costs, where, 1))
-    timeline = predict_timeline(plan, graph, weights, links_of(where), parts)
-    without = replace(where, between_devices=replace(_as_link(link), host_s=0.0))
-    measured = max(statistics.median(rank["step_s"]) for rank in found)
+    timeline = predict_timeline(plan, graph, weights, links_of(where), planned)
+    without = replace(where, between_devices=replace(link, host_s=0.0))
+    steps_s = [
+        statistics.median(max(of) for of in zip(*(r["rounds"][n]["step_s"] for r in found), strict=True))
+        for n in range(ROUNDS)
+    ]
+    predicted_s = [predict_timeline(plan, graph, weights, links_of(where), part).step_s for part in by_round]
     return {
         "network": name,
         "grid": list(grid),
         "scale": scale,
         "spatial": dict(plan.spatial or {}),
-        "link": link,
-        "part_beyond_share_s": [sum(parts.forward_s.values()), sum(parts.backward_s.values()), *parts.exchange_s],
-        "predicted_s": timeline.step_s,
+        "link": asdict(link),
+        "part_beyond_share_s": [sum(planned.forward_s.values()), sum(planned.backward_s.values()), *planned.exchange_s],
+        "predicted_s": statistics.median(predicted_s),
+        "predicted_when_planned_s": predict_timeline(plan, graph, weights, links_of(where), parts).step_s,
         "predicted_from_shares_s": predict_timeline(plan, graph, weights, links_of(without)).step_s,
-        "measured_s": measured,
-        "ratio": timeline.step_s / measured,
+        "measured_s": statistics.median(steps_s),
+        "ratio": statistics.median(predicted_s) / statistics.median(steps_s),
+        "rounds_s": [predicted_s, steps_s],
         "calls_s": [costs.total().forward_s, costs.total().backward_s],
         "host_calls_s": [
             [round(w.host_forward_s, 6), round(w.host_backward_s, 6), round(w.forward_s, 6), round(w.backward_s, 6)]
@@ -342,8 +303,8 @@ def _line(row: dict[str, Any]) -> str:
         return f"| {row['network']} | {grid} | {row['error'].splitlines()[0]} | | | |"
     found = row["link"]
     link = (
-        f"{found['bytes_per_s'] / 1e9:.2f} GB/s, {found['latency_s'] * 1e6:.0f} µs, "
-        f"{found['host_s'] * 1e6:.0f} µs of a host"
+        f"{found['away_bytes_per_s'] / 1e9:.2f} GB/s, {found['latency_s'] * 1e6:.0f} µs, "
+        f"{found['host_s'] * 1e6:.0f} µs of a host, {found['adding_s_per_byte'] * 1e9:.2f} ns to add a byte"
     )
     times = f"{row['predicted_s'] * 1e3:.1f} ms | {row['measured_s'] * 1e3:.1f} ms | {row['ratio']:.2f}"
     return f"| {row['network']} | {grid} | {times} | {link} |"

@@ -4,9 +4,10 @@
 
 The networks, links and hosts are those of `run.py`. Two hosts of one core hold a stage each (under GEMS each also holds
 the other's, inverted), and train by the plan that `outcore.plan` makes for the schedule, in turn with plain steps of
-the same batch by every rank for itself. The prediction knows the calls of the network, measured in two processes at
-once with the batch and with an eighth of it, and exchanges of five sizes over the link; nothing of the training over
-it. Rows have the form of `run.py`'s.
+the same batch by every rank for itself. Plan and prediction are those of the public call, made in two processes at
+once: `outcore.plan(job, machine=..., measure_s=...)` knows the calls of the network, measured there with the batch and
+with a part of it, and exchanges of five sizes over the link; nothing of the training over it. Rows have the form of
+`run.py`'s.
 """
 
 from __future__ import annotations
@@ -36,34 +37,55 @@ from networks import NETWORKS
 from run import helps, show, summary
 
 import outcore
-from outcore.cost.costs import Costs
-from outcore.cost.measured.fixed_times import with_fixed_times
-from outcore.cost.measured.measure import measure
-from outcore.machine import known
+from outcore.machine import Machine, known
 from outcore.machine.link import Link
-from outcore.planner.pipeline.loss_and_update import LossAndUpdate
-from outcore.planner.pipeline.lower import predict_timeline
-from outcore.planner.pipeline.plan_job import links_of, weights_on
 from outcore.run import Engine, launch
 
 HERE = Path(__file__).parent
-RANKS, BATCH, PART = 2, 32, 4
+RANKS, BATCH = 2, 32
 LINKS = [(10_000, 0.0), (1000, 0.0), (100, 0.0), (1000, 10.0), (100, 10.0)]
 SCHEDULES = ("1f1b", "gems")
 ROUNDS, SKIPPED = 9, 2
 MEASURE_S = 6.0
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Large tensors are not given back to the system in every step; the same where calls are measured and where they are
+trained with."""
 
 
-def measured_calls(network: str) -> dict[str, Any]:
-    """In one of as many processes as there are ranks, at the same time: what the calls of a network take, with the
-    whole batch and with a micro-batch."""
+def on_own_core() -> None:
+    """Keep this rank, and all threads that it starts, on the core of its host.
+
+    Hosts share this machine's cores: without, a rank that a message wakes is put on the core of the one that sent it,
+    and both compute on one for some milliseconds.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    rank = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "RANK") if name in os.environ)
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    whole, part = (measure(NETWORKS[network].capture(size), "cpu", time_limit_s=MEASURE_S) for size in (BATCH, PART))
-    return with_fixed_times(whole, part, PART / BATCH).to_json()
+
+
+def planned(machine: Machine) -> list[dict[str, Any]]:
+    """In one of as many processes as there are ranks, at the same time: the plan of every network and schedule, and the
+    step that it predicts; none where it is no pipeline."""
+    on_own_core()
+    rows = []
+    for network, job in NETWORKS.items():
+        for schedule in SCHEDULES:
+            made = outcore.plan(
+                job, devices=RANKS, machine=machine, batch=BATCH, schedule=schedule, measure_s=MEASURE_S
+            )
+            if len(made.stages) < RANKS:
+                print(f"{network}, {schedule}: {made.arrangement} is no pipeline", flush=True)
+                continue
+            assert made.predicted is not None
+            found = {"plan": made.to_json(), "arrangement": made.arrangement, "predicted_s": made.predicted.time_s}
+            rows.append({"network": network, "strategy": schedule} | found)
+    return rows
 
 
 def link_worker(out: str) -> None:
     """One of two ranks: what exchanges between them take."""
+    on_own_core()
     from times import job, measure_link
 
     graph = job("chain", False, 0.25).capture(1)
@@ -75,7 +97,7 @@ def link_worker(out: str) -> None:
 
 def worker(document: str, out: str) -> None:
     """One rank: trains by every plan, in turn with plain steps of the same batch, and writes seconds of a step."""
-    torch.set_num_threads(1)
+    on_own_core()
     rows = json.loads(Path(document).read_text())
     for row in rows:
         job = NETWORKS[row["network"]]
@@ -121,7 +143,7 @@ def on_hosts(names: list[str], *words: str) -> None:
             **os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(len(names)),
             "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": address(0), "MASTER_PORT": "29583",
             "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "OUTCORE_SECRET": "0123456789abcdef" * 4,
-            "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+            **ALLOCATOR,
         }  # fmt: skip
         started.append(subprocess.Popen(on_host(name, sys.executable, __file__, *words), env=env))
     try:
@@ -132,7 +154,7 @@ def on_hosts(names: list[str], *words: str) -> None:
             process.kill()
 
 
-def measured(rate: int, delay: float, costs: dict[str, Costs]) -> list[dict[str, Any]]:
+def measured(rate: int, delay: float) -> list[dict[str, Any]]:
     """Rows of one link."""
     name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
     with hosts(RANKS, rate, delay) as names, tempfile.TemporaryDirectory() as folder:
@@ -144,12 +166,7 @@ def measured(rate: int, delay: float, costs: dict[str, Costs]) -> list[dict[str,
         )
         one = known()
         machine = replace(one, devices=(one.device("cpu"),) * RANKS, between_devices=link)
-        rows = [
-            {"ranks": RANKS, "link": name, "network": network, "strategy": schedule, "wire": wire} | found
-            for network in NETWORKS
-            for schedule in SCHEDULES
-            if (found := predicted(network, schedule, machine, costs[network])) is not None
-        ]
+        rows = [{"ranks": RANKS, "link": name, "wire": wire} | row for row in launch(planned, RANKS, machine)[0]]
         document.write_text(json.dumps(rows))
         on_hosts(names, "--worker", str(document), str(out))
         rows = json.loads(out.read_text())
@@ -160,19 +177,6 @@ def measured(rate: int, delay: float, costs: dict[str, Costs]) -> list[dict[str,
         row["measured_helps"] = helps(RANKS, row["alone_s"], row["measured_s"])
         show(row)
     return rows
-
-
-def predicted(network: str, schedule: Any, machine: Any, costs: Costs) -> dict[str, Any] | None:
-    """The plan of a schedule with two stages, and its step; none where there is none."""
-    job = NETWORKS[network]
-    graph = job.capture(BATCH)
-    weights = weights_on(machine, graph, costs, LossAndUpdate.of(job, graph, costs, machine, BATCH))
-    made = outcore.plan(graph, devices=RANKS, machine=machine, schedule=schedule, costs=costs)
-    if len(made.stages) < RANKS:
-        print(f"{network}, {schedule}: {made.arrangement} is no pipeline", flush=True)
-        return None
-    step_s = predict_timeline(made, graph, weights, links_of(machine)).step_s
-    return {"plan": made.to_json(), "arrangement": made.arrangement, "predicted_s": step_s}
 
 
 def main() -> None:
@@ -191,7 +195,7 @@ def main() -> None:
     if (why := unavailable()) is not None:
         raise SystemExit(why)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no namespace is left behind
-    costs = {name: Costs.from_json(launch(measured_calls, RANKS, name)[0]) for name in NETWORKS}
+    os.environ |= ALLOCATOR  # of the processes that this one starts
     rows: list[dict[str, Any]] = []
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / f"{datetime.date.today()}-pipelines.json"
@@ -199,7 +203,7 @@ def main() -> None:
         rows = json.loads(path.read_text())["rows"]
     for number in given.links or range(len(LINKS)):
         try:
-            rows += measured(*LINKS[number], costs)
+            rows += measured(*LINKS[number])
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # the other links are still worth having
             print(f"{LINKS[number]}: {error}", flush=True)
         path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
