@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Modules are compiled when they are first imported; of the thousands that are installed most never are.
 QUIET   = --quiet --disable-pip-version-check --no-compile
+# Tests start hundreds of processes: without files of byte code each compiles thousands of modules again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # The packages that build ours are pinned too: by the first variable for pip before 25.3, by the second since.
 INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install $(QUIET)
 KERNELS = tests/kernels tests/scan/kernels tests/fusion/test_kernels.py tests/memory/encode/test_byte_index_pool.py \
