@@ -13,11 +13,12 @@ from torch import nn
 import outcore
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import WhatIfError
-from outcore.machine import parse
+from outcore.machine import Device, parse
 from outcore.whatif.answer import reason_of
 from outcore.whatif.elsewhere import record_on
+from outcore.whatif.links import parse_link
 from outcore.whatif.recording import fused_cost, record_setup
-from outcore.whatif.scaling import Scaling, ScalingPoint
+from outcore.whatif.scaling import Scaling, ScalingPoint, scale_out
 from outcore.whatif.setup import TrainingSetup, fused, in_channels_last
 from outcore.whatif.trial import _summed, _training_step, run_setup
 from tests.whatif.jobs import images
@@ -57,6 +58,18 @@ def test_what_is_not_hidden_says_from_where_on_and_whether_more_gpus_help() -> N
     assert said.startswith("beyond 1 GPU over") and "; 2 GPUs train no faster than 1" in said
     assert said.endswith(". With a batch of 256 on each GPU it would be hidden.")
     assert "; 2 GPUs train slower than 1" in scaling((1, 100.0, 0.0), (2, 60.0, 0.5)).verdict()
+
+
+def test_a_host_that_sets_the_pace_is_named_beside_the_link() -> None:
+    rows = ((1, 100.0, 0.0), (2, 150.0, 0.3))
+    without, bound = scaling(*rows).verdict(), scaling(*rows, launch_s=0.9).verdict()
+    assert "host" not in without and bound.startswith(without)
+    assert "the host sets the pace: it issues calls for 900 ms, the GPU works 640 ms of it" in bound
+    job, link = images(2), parse_link("25gbe")
+    small = scale_out(job, [1, 2], link, device=parse("h200").devices[0])
+    assert small.launch_s == pytest.approx(small.of("data_parallel")[0].step_s, rel=0.2)
+    cpu = scale_out(job, [1, 2], link, device=Device("a processor", "cpu", 8 << 30, 20e9, {"fp32": 1e11}))
+    assert cpu.launch_s is None and "host" not in cpu.verdict()
 
 
 def test_the_best_way_of_a_number_of_gpus_is_the_fastest() -> None:

@@ -73,6 +73,8 @@ class Scaling:
     """The block with the most weights, and their bytes."""
     hidden_from: int | None = None
     """The batch of a GPU from which on the first all-reduce that is waited for would be hidden; None if not found."""
+    launch_s: float | None = None
+    """What the host of one GPU takes to issue a step, where that and not the GPU's work sets the pace."""
 
     def of(self, strategy: str) -> list[ScalingPoint]:
         """The points of one way, by the number of GPUs."""
@@ -96,10 +98,20 @@ class Scaling:
         return found
 
     def verdict(self, strategy: str = "data_parallel") -> str:
-        """One or two sentences: up to how many GPUs it pays, what stops it, and what would help."""
+        """A few sentences: up to how many GPUs it pays, what stops it, and what would help."""
+        said = self._scaling_verdict(strategy)
+        if self.launch_s is None or not self.of(strategy):
+            return said
+        work = format_time(self.of(strategy)[0].compute_s)
+        return (
+            f"{said} On one GPU the host sets the pace: it issues calls for {format_time(self.launch_s)}, "
+            f"the GPU works {work} of it; a larger batch or CUDA graphs would fill the GPU."
+        )
+
+    def _scaling_verdict(self, strategy: str) -> str:
         points = self.of(strategy)
         if len(points) < 2:
-            return "one number of GPUs says nothing of scaling; ask for several"
+            return "One number of GPUs says nothing of scaling; ask for several."
         name, nbytes = self.largest_block
         hidden = [p for p in points if p.gpus > 1 and not _is_exposed(p)]
         shown = [p for p in points if p.gpus > 1 and _is_exposed(p)]
@@ -244,7 +256,8 @@ def scale_out(
                 break
     weights = sum(costs.parameters.values())
     shown = (job.name, device.name, link.name, mode)
-    return Scaling(*shown, tuple(points), tuple(refused), weights, largest, hidden_from)
+    launch_s = single.busy_s("host") if single.bound_by == "host" else None
+    return Scaling(*shown, tuple(points), tuple(refused), weights, largest, hidden_from, launch_s)
 
 
 def _is_exposed(point: ScalingPoint) -> bool:
