@@ -4,6 +4,9 @@ Optimizers differ in state (Adam two numbers per parameter, SGD with momentum on
 loop over parameters needs room for the largest, the fused-over-parameters form ("foreach", the default on GPUs) room
 for all of them. These are not documented, and users bring their own optimizers, so they are counted. So is the memory
 traffic of a step, which is all the time it takes on large models.
+
+A step that has to be given a closure is given one. LBFGS keeps pairs of directions and steps until its history is full,
+which a few steps do not show, so its state is what it will be then.
 """
 
 from __future__ import annotations
@@ -19,10 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.errors import OutcoreError
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _SIZES = (4096, 4096, 8192)
+_LBFGS_WORKSPACE, _LBFGS_SEARCH = 7.0, 10.0
+"""Vectors as long as all parameters that a step of LBFGS has beside its state, without and with a line search."""
+
+
+def same_kind(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """How to make an optimizer with the same settings for other parameters."""
+    kind = type(optimizer)
+    taken = inspect.signature(kind).parameters  # defaults may hold more than the constructor takes
+    settings = {k: v for k, v in optimizer.defaults.items() if k in taken and k != "params"}
+    return lambda params: kind(params, **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +73,15 @@ class OptimizerCost:
         if isinstance(optimizer, int | float):
             return cls("given", float(optimizer))
         if isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer)
-            taken = inspect.signature(kind).parameters  # defaults may hold more than the constructor takes
-            settings = {k: v for k, v in optimizer.defaults.items() if k in taken and k != "params"}
-            return cls.of(lambda params: kind(params, **settings), device_kind)
+            return cls.of(same_kind(optimizer), device_kind)
+        if not callable(optimizer):
+            raise OutcoreError(
+                f"{type(optimizer).__name__} is neither a torch.optim.Optimizer nor a function that makes one of "
+                "parameters; give the optimizer inside of it, or the size of its state over that of the parameters: "
+                "optimizer=2.0"
+            )
+        if isinstance(made := optimizer([nn.Parameter(torch.ones(4, device="cpu"))]), torch.optim.LBFGS):
+            return cls._of_lbfgs(made)
         many, one = _count(optimizer, _SIZES, device_kind), _count(optimizer, _SIZES[-1:], device_kind)
         traffic = many.traffic / sum(_SIZES) / 4
         # As many operations for all of them as for one: they are stepped together. So is what keeps a workspace of all.
@@ -71,6 +90,15 @@ class OptimizerCost:
             return cls(many.name, many.state, whole, 0.0, traffic, many.operations, together=True)
         each = many.operations // len(_SIZES)
         return cls(many.name, many.state, 0.0, one.peak / _SIZES[-1] / 4, traffic, each)
+
+    @classmethod
+    def _of_lbfgs(cls, optimizer: torch.optim.LBFGS) -> OptimizerCost:
+        """With a full history: two vectors for each pair, the last gradient and direction."""
+        (group,) = optimizer.param_groups
+        pairs, search = int(group["history_size"]), group["line_search_fn"] is not None
+        return cls(
+            "LBFGS", 2.0 * pairs + 2, _LBFGS_SEARCH if search else _LBFGS_WORKSPACE, 0.0, 4.0 * pairs, 4 * pairs, True
+        )
 
     def state_bytes(self, parameters: Mapping[str, int]) -> int:
         """State for parameters of these sizes."""
@@ -122,16 +150,38 @@ def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> _Counte
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None:
                 group["foreach"] = True  # what torch chooses by itself for parameters on a GPU
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    step = _stepper(optimizer, params)
+    tensors = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]
     kept = sum(t.numel() * t.element_size() for t in tensors if t.numel() > 1)
     known = [*tensors, *params, *(p.grad for p in params if p.grad is not None)]
     with LiveBytes(known) as live:
-        optimizer.step()
+        step()
         peak = live.peak
     with _Traffic() as traffic:
-        optimizer.step()
+        step()
     state = round(kept / sum(sizes) / 4, 3)
     return _Counted(type(optimizer).__name__, state, float(peak), float(traffic.bytes), traffic.operations)
+
+
+def _stepper(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> Callable[[], Any]:
+    """The optimizer's step with gradients of ones, after a first one: with a closure if it fails without."""
+
+    def closure() -> Any:
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.ones_like(param)
+        return torch.zeros((), device="cpu")
+
+    closure()
+    try:
+        optimizer.step()
+    except Exception:
+        try:
+            optimizer.step(closure)
+        except Exception as error:
+            raise OutcoreError(
+                f"{type(optimizer).__name__} cannot take a step on a few small parameters ({type(error).__name__}: "
+                f"{error}); give the size of its state over that of the parameters instead: optimizer=2.0"
+            ) from error
+        return lambda: optimizer.step(closure)
+    return optimizer.step

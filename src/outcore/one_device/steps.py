@@ -35,9 +35,10 @@ from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
-from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
+from outcore.memory.param_offload.bucketed_step import in_parts
 from outcore.memory.param_offload.buckets import calls_of, offloadable_of, uses_of
 from outcore.memory.param_offload.escalation import StatePlacement
+from outcore.memory.param_offload.separable import separable_step
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.settings import Settings
@@ -210,7 +211,7 @@ def _settings(asked: Request, network: Network) -> Settings:
     plan, state, graphs, kind = asked.plan, asked.state, asked.as_graphs, network.known_costs.device_kind
     copied = StepGraph.copied_bytes([t for _, t in leaves((asked.args, asked.kwargs), torch.Tensor)]) if graphs else 0
     free = state is None and network.budget is not None and plan is None
-    movable = free and can_be_parted(asked.optimizer) and not graphs
+    movable = free and isinstance(asked.optimizer, torch.optim.Optimizer) and _state_stays(asked) is None and not graphs
     states: tuple[StatePolicy, ...] = (StatePolicy.of(state),)
     offloadable = None
     if movable or not states[0].idle:
@@ -240,6 +241,20 @@ def manage(asked: Request, network: Network) -> tuple[ManagedForward, FormatTria
     Raises:
         PlanError: nothing meets the budget.
     """
+    try:
+        return _managed(asked, network)
+    except PlanError as refused:
+        if (why := _state_stays(asked)) is not None:
+            refused.args = (f"{refused}; the optimizer's state stays on the device: {why}",)
+        raise
+
+
+def _state_stays(asked: Request) -> str | None:
+    """Why the state of the optimizer that was given cannot leave the device."""
+    return separable_step(asked.optimizer).why_not if isinstance(asked.optimizer, torch.optim.Optimizer) else None
+
+
+def _managed(asked: Request, network: Network) -> tuple[ManagedForward, FormatTrial]:
     way = FormatTrial(network.graph, network.known_costs, _settings(asked, network))
     call = arguments_as_called(asked.model, asked.args, asked.kwargs)
     if network.turned is not None:

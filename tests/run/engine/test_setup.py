@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import outcore
 from outcore.errors import EngineError
-from outcore.run.engine.setup import choose_device, make_optimizer, strip
+from outcore.run.engine.setup import check_separable, choose_device, make_optimizer, strip
+from tests.memory.param_offload.own_optimizers import OWN, SEPARABLE, Averaged, Noisy
+from tests.run.networks import CASES
+from tests.run.pool import Pool
+from tests.run.training import make_plan
+from tests.run.varying import PIPE
 
 
 def test_without_a_gpu_the_host_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +70,41 @@ def test_groups_are_those_of_the_whole_model_on_every_rank() -> None:
     assert groups == [(0.1, 0.5, weights), (0.2, 0, others)]
     empty = make_optimizer(lambda rows: torch.optim.SGD(rows, lr=0.1), lambda name, p: {"lr": float(p.ndim)}, every, {})
     assert [(g["lr"], g["params"]) for g in empty.param_groups] == [(2.0, []), (1.0, [])]
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_optimizers_that_look_at_several_parameters_are_not_divided(kind: Any) -> None:
+    check_separable(kind, divided=False, copied=False)
+    if kind in SEPARABLE:
+        check_separable(kind, divided=True, copied=True)
+    else:
+        with pytest.raises(EngineError, match=f"{kind.__name__}.*cannot be divided among stages or ranks"):
+            check_separable(kind, divided=True, copied=False)
+    if kind is not Noisy:
+        check_separable(kind, divided=False, copied=True)
+    else:
+        with pytest.raises(EngineError, match="draws random numbers"):
+            check_separable(kind, divided=False, copied=True)
+
+
+def _refused(kind: Any, plan: dict[str, Any]) -> str:
+    job, made = CASES["unet"].job, make_plan("unet", **plan)
+    try:
+        outcore.Engine(job, made, optimizer=lambda rows: kind(rows)).close()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_refuse_what_would_train_something_else(ranks: Pool) -> None:
+    said = ranks.run(_refused, 2, Averaged, PIPE)
+    assert all("Averaged does not update each parameter by itself" in text for text in said)
+    copies = {"stages": 1, "replicas": 2}
+    assert ranks.run(_refused, 2, Averaged, copies) == ["", ""]
+    assert all("draws random numbers" in text for text in ranks.run(_refused, 2, Noisy, copies))
+
+
+def test_a_step_that_needs_a_closure_is_refused_before_the_first_one() -> None:
+    job = CASES["unet"].job
+    with pytest.raises(EngineError, match="a step of LBFGS has to be given a closure"):
+        outcore.Engine(job, optimizer=torch.optim.LBFGS)

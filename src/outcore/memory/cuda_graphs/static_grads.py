@@ -81,7 +81,8 @@ class StaticGrads:
     def handed_out(self) -> list[nn.Parameter]:
         """The parameters whose gradients are in this memory."""
         address = self.memory.untyped_storage()._cdata
-        return [p for p in self.parameters if p.grad is not None and p.grad.untyped_storage()._cdata == address]
+        held = [p for p in self.parameters if p.grad is not None and p.grad.layout is torch.strided]
+        return [p for p in held if p.grad.untyped_storage()._cdata == address]  # type: ignore[union-attr]
 
     def free(self) -> bool:
         """Whether nothing but the parameters holds a gradient."""

@@ -1,8 +1,8 @@
 """The optimizer's step, one bucket of parameters at a time.
 
-An optimizer that treats every parameter by itself (all of torch's but LBFGS) does the same if it is shown some of its
-parameters, then others. So the user's own optimizer is called with its groups narrowed to the parameters of one bucket;
-its state for them can be fetched just before and written back just after.
+An optimizer that treats every parameter by itself (`outcore.memory.param_offload.separable`) does the same if it is
+shown some of its parameters, then others. So the user's own optimizer is called with its groups narrowed to the
+parameters of one bucket; its state for them can be fetched just before and written back just after.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outcore.memory.offload.copy_streams import CopyStreams
 from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_storage
 from outcore.memory.param_offload.device_window import AllocatorWindow
 from outcore.memory.param_offload.flat_buffer import FlatBuffer, lay_out, movable
+from outcore.memory.param_offload.separable import separable_step
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -31,16 +32,9 @@ def in_parts(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer itself, if its step can be done in parts; raises otherwise."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OutcoreError("state is offloaded together with its optimizer: pass it as it is, optimizer=optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OutcoreError(
-            "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep all state here"
-        )
+    if (why_not := separable_step(optimizer).why_not) is not None:
+        raise OutcoreError(f"{why_not}, so its step cannot be done in parts; keep all state here")
     return optimizer
-
-
-def can_be_parted(optimizer: Any) -> bool:
-    """Whether an optimizer was given whose step can be done in parts."""
-    return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class BucketedStep(Protocol):

@@ -92,7 +92,7 @@ class GradientStorage:
         if storage is None:
             return False
         resident = storage.memory.untyped_storage().data_ptr()
-        return any(p.grad is not None and p.grad.untyped_storage().data_ptr() == resident for p in bucket.trained)
+        return any(_lies_in(p.grad, resident) for p in bucket.trained)
 
     def fetch(self, bucket: Bucket) -> None:
         """Copy the gradients of a bucket to the device, where its parameters must be."""
@@ -104,8 +104,7 @@ class GradientStorage:
         event.wait()
         start = storage.untyped_storage().data_ptr()
         for member in bucket.weights.members:
-            grad = member.tensor.grad
-            if grad is not None and grad.untyped_storage().data_ptr() == start:
+            if _lies_in(member.tensor.grad, start):
                 member.tensor.grad = None
                 member.tensor.grad = member.over(flat)
 
@@ -121,6 +120,13 @@ class GradientStorage:
         for storage in self.storages.values():
             storage.close()
         self.storages = {}
+
+
+def _lies_in(grad: torch.Tensor | None, address: int) -> bool:
+    """Whether a gradient is a view of the memory that begins at an address; a sparse one is not."""
+    if grad is None or grad.layout is not torch.strided:
+        return False
+    return grad.untyped_storage().data_ptr() == address
 
 
 def _flat(p: torch.Tensor) -> torch.Tensor | None:

@@ -40,7 +40,7 @@ from outcore.run.engine.default_plan import own_plan
 from outcore.run.engine.loader import Loader
 from outcore.run.engine.measured import Comparison, gather, held_tensors
 from outcore.run.engine.settings import EngineOptions, EngineSettings
-from outcore.run.engine.setup import check_optimizer, choose_device, make_optimizer
+from outcore.run.engine.setup import check_optimizer, check_separable, choose_device, make_optimizer
 from outcore.run.engine.split_batch import BatchSplitter, run_for_loss
 from outcore.run.engine.update import GradientUpdate
 from outcore.run.engine.worker import Worker
@@ -127,6 +127,12 @@ class Engine:
         """The user's optimizer over this rank's parameters, and its scheduler."""
         if settings.optimizer is not None:
             every = list(self.model.named_parameters())
+            holders = [share.ranks for share in self.assembly.owners.shares]
+            check_separable(
+                settings.optimizer,
+                divided=self.worker.idle_state is not None or any(len(ranks) < self.world.size for ranks in holders),
+                copied=any(len(ranks) > 1 for ranks in holders),
+            )
             self.update.optimizer = make_optimizer(settings.optimizer, settings.groups, every, self.parameters)
             check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
         wanted, optimizer = settings.scheduler, self.optimizer

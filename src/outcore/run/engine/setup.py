@@ -10,6 +10,7 @@ nothing: such a run ends "finished". Both are refused with the first step at the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from outcore.compiled.install import is_compiled
 from outcore.errors import EngineError, OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
+from outcore.memory.param_offload.separable import separable_step
 from outcore.program.plan.document import Plan
 from outcore.run.engine import batch as batches
 from outcore.run.ranks.world import World
@@ -185,13 +187,42 @@ def materialise(parts: Iterable[nn.Module], device: torch.device) -> None:
 def check_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], error: type[OutcoreError]
 ) -> None:
-    """Refuse an optimizer that holds none of the model's parameters."""
+    """Refuse an optimizer that holds none of the model's parameters, or whose step has to be given a closure."""
+    asked = inspect.signature(optimizer.step).parameters.values()
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in asked):
+        raise error(
+            f"a step of {type(optimizer).__name__} has to be given a closure that computes the loss again, and the "
+            "loop has none; use another optimizer, or write the loop yourself around outcore.within"
+        )
     model = {id(p) for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if model and not any(id(p) in model for p in held):
         raise error(
             f"the optimizer holds {len(held)} parameters and none of the {len(model)} of the model, so it would train "
             "nothing; make it from the parameters it is given: optimizer(params)"
+        )
+
+
+def check_separable(make: MakeOptimizer, *, divided: bool, copied: bool) -> None:
+    """Refuse an optimizer that would train something else on several ranks than on one.
+
+    Args:
+        make: makes it of parameters.
+        divided: whether a step is taken for some parameters here and for others elsewhere or later.
+        copied: whether several ranks hold and update copies of the same parameter.
+    """
+    if not divided and not copied:
+        return
+    found = separable_step(lambda params: make([{"params": list(params)}]))
+    if divided and found.why_not is not None:
+        raise EngineError(
+            f"{found.why_not}, so its step cannot be divided among stages or ranks without training something else; "
+            "use a plan of one stage, or an optimizer that updates each parameter by itself"
+        )
+    if copied and found.random:
+        raise EngineError(
+            "the optimizer draws random numbers, which differ between ranks that hold the same parameter, so that "
+            "their copies would drift apart; train on one rank"
         )
 
 
