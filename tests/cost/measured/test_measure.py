@@ -73,6 +73,56 @@ def test_the_model_its_buffers_and_the_random_numbers_are_left_alone() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class _BackwardAgain(torch.autograd.Function):
+    """Checkpointing as people write it: backward runs the part again, and a backward inside of it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.run(x), gradient)
+        return None, x.grad
+
+
+WAYS = {
+    "checkpoint": lambda part, x: checkpoint(part, x, use_reentrant=False),
+    "reentrant": lambda part, x: checkpoint(part, x, use_reentrant=True),
+    "own": _BackwardAgain.apply,
+}
+
+
+class Parted(nn.Module):
+    """A part with statistics, checkpointed in somebody's way; a slice, so a module that is none of the model's."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first = way, nn.Conv2d(3, 4, 3)
+        self.part = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WAYS[self.way](self.part[:3], self.first(x)).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("held", [False, True], ids=["", "with gradients"])
+def test_parts_that_run_again_in_backward_leave_statistics_and_gradients_alone(way: str, held: bool) -> None:
+    model, x = Parted(way), torch.randn(2, 3, 8, 8)
+    for p in model.parameters() if held else ():
+        p.grad = torch.full_like(p, 0.5)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    measure(outcore.capture(model, (x,)), "cpu", runs=3)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    for p in model.parameters():
+        assert (p.grad is not None and bool((p.grad == 0.5).all())) if held else p.grad is None
+
+
 def test_calls_that_are_alike_are_measured_once() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4)))
     measured: list[str] = []

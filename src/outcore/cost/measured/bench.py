@@ -29,7 +29,9 @@ from outcore.cost.measured.cache_state import CacheState
 from outcore.cost.measured.host_speed import HostSpeed, reference_work_s
 from outcore.cost.measured.isolated_call import IsolatedCall
 from outcore.cost.measured.saved_bytes import account, recording_of, signature
+from outcore.cost.measured.trial_call import runs_on_the_model
 from outcore.graph import Graph
+from outcore.graph.record.preserve import state_restored
 from outcore.graph.record.recording import Recording, Step
 from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
@@ -122,8 +124,11 @@ class CallBench:
         if self.device.type != "cuda" or self.need(name) > self.limit:
             return cost
         try:
-            isolated = IsolatedCall(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
-            return self._measure_workspace(isolated, cost)
+            with self._restored(name):
+                isolated = IsolatedCall(
+                    self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving
+                )
+                return self._measure_workspace(isolated, cost)
         except Exception:  # as it was counted, then
             torch.cuda.empty_cache()
             return cost
@@ -178,6 +183,24 @@ class CallBench:
         integers: str,
         *,
         turned: bool = True,
+    ) -> CallCost:
+        with self._restored(name):
+            return self._time_isolated(name, seconds, shapes, scale, integers, turned)
+
+    def _restored(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context after which the model is as before, where the call runs on the model itself."""
+        if runs_on_the_model(self.graph, self.steps[name]):
+            return state_restored(self.graph.module.model)
+        return contextlib.nullcontext()
+
+    def _time_isolated(
+        self,
+        name: str,
+        seconds: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        scale: float,
+        integers: str,
+        turned: bool,
     ) -> CallCost:
         cost = self.costs.calls[name]
         isolated = IsolatedCall(

@@ -58,8 +58,7 @@ def try_call(
         ways = ways[:1]
     elif block.type in _UNFAITHFUL:
         ways = [*ways[1:], ways[0]]
-    target = graph.module.model.get_submodule(step.target) if step.kind == "module" else None
-    whole = block.kind == "opaque" or (target is not None and "forward" in target.__dict__)
+    whole = runs_on_the_model(graph, step)
     for fake, integers in ways:
         if not fake and size > _REAL_LIMIT:
             continue
@@ -72,6 +71,14 @@ def try_call(
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             reason = reason or f"{type(error).__name__}: {first}"[:200]
     return blank, reason
+
+
+def runs_on_the_model(graph: Graph, step: Step) -> bool:
+    """Whether a call cannot be isolated from the model and may change it: a checkpointed part runs the model's own
+    modules, in backward once more, and updates the statistics of their batch norms each time."""
+    target = graph.module.model.get_submodule(step.target) if step.kind == "module" else None
+    block = graph.blocks[graph.calls[step.name].block]
+    return block.kind == "opaque" or (target is not None and "forward" in target.__dict__)
 
 
 def _run_and_record(isolated: IsolatedCall, blank: CallCost, source: Source) -> CallCost:

@@ -52,12 +52,18 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module) -> Iterator[None]:
-    """A context after which attributes, buffers and random states are as before, whatever a run has written."""
+    """A context after which attributes, buffers, gradients and random states are as before, whatever a run has
+    written: the backward of a checkpointed part may add to gradients while others are only asked for theirs."""
     state = ModelState(model, state_tensors(model))
+    gradients = [(p, p.grad, p.grad.clone() if p.grad is not None else None) for p in model.parameters()]
     try:
         yield
     finally:
         state.restore()
+        for parameter, gradient, content in gradients:
+            if gradient is not None and content is not None:
+                gradient.copy_(content)
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager
