@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
@@ -136,6 +136,34 @@ def test_a_smaller_and_a_larger_batch() -> None:
         step(model, larger)
     step(duplicate, larger)
     assert same(model, duplicate)
+
+
+class _Deciding(nn.Module):
+    """A branch on a number and a size that is computed: neither is known without the image."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.cell, self.head = what, nn.GRUCell(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], 16)
+        for step in x.unbind(1):
+            h = self.cell(step, h)
+            if self.what == "branch":
+                h = h * 0.9 if float(h.detach().mean()) > 0.02 else h
+            else:
+                h = h + h[h.sum(1) > 0].mean()
+        return self.head(h)
+
+
+@pytest.mark.parametrize("what", ["branch", "size"])
+def test_a_model_that_decides_by_its_numbers_is_refused_by_a_sentence_too(what: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Deciding(what), torch.randn(3, 12, 8)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=1)  # its state stays, so that something is refused
+    with pytest.raises(PlanError, match="a training step cannot be done within") as refused:
+        outcore.within(model, (x,), memory="10%", optimizer=optimizer, quiet=True)
+    assert refused.value.least_bytes is not None and "forward" not in model.__dict__
 
 
 def test_a_budget_too_small_is_refused_with_one_that_works() -> None:

@@ -16,9 +16,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.errors import StreamError
 from outcore.graph.record.preserve import state_restored
 from outcore.graph.record.recording import Ref, Tape
 from outcore.graph.structure import device_of, leaves
@@ -182,7 +187,13 @@ def _tail_bytes(prepared: PreparedStream, *, training: bool) -> int:
         real = [*network.model.parameters(), *network.model.buffers()]
         with LiveBytes([*values.values(), *real]) as live, torch.set_grad_enabled(training):
             tape = Tape(network.model, network.recording.constants, dict(values))
-            tape.run(prepared.tail, network.recording.ambient)
+            try:
+                tape.run(prepared.tail, network.recording.ambient)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise StreamError(
+                    "what follows the tiles depends on the numbers of the image (a branch or a size is computed from "
+                    f"them: {error}), so its memory cannot be predicted; plan without streaming"
+                ) from error
             found = [tape.values[r.name] for _, r in leaves(network.recording.result, Ref) if r.kind == "value"]
             outputs = [t for t in found if t.requires_grad]
             del found
