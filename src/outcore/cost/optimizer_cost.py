@@ -39,6 +39,16 @@ def same_kind(optimizer: torch.optim.Optimizer) -> Optimizer:
     return lambda params: kind(params, **settings)
 
 
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step has to be given a closure that computes the loss again.
+
+    >>> needs_closure(torch.optim.LBFGS([torch.zeros(1)])), needs_closure(torch.optim.Adam([torch.zeros(1)]))
+    (True, False)
+    """
+    asked = inspect.signature(optimizer.step).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in asked)
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """Bytes an optimizer takes, in multiples of the bytes of the parameters.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outcore.cost.optimizer_cost import needs_closure
 from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
 from outcore.fusion.group import TrainingTerms
@@ -80,9 +81,16 @@ def fuse(
 
     def optimizers(model: nn.Module, i: int) -> dict[str, torch.optim.Optimizer]:
         if objectives is not None:
-            return {name: o.optimizer(model, i) for name, o in objectives.items()}
-        assert optimizer is not None
-        return {DEFAULT: _made(optimizer, model.parameters(), i)}
+            found = {name: o.optimizer(model, i) for name, o in objectives.items()}
+        else:
+            assert optimizer is not None
+            found = {DEFAULT: _made(optimizer, model.parameters(), i)}
+        if asking := [type(o).__name__ for o in found.values() if needs_closure(o)]:
+            raise FuseError(
+                f"a step of {asking[0]} has to be given a closure that computes the loss again, and a fused step has "
+                "none; use another optimizer, or train these models one after the other"
+            )
+        return found
 
     terms = TrainingTerms(
         _per_member("clip", clip, len(members)),

@@ -10,7 +10,6 @@ nothing: such a run ends "finished". Both are refused with the first step at the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from outcore.compiled.install import is_compiled
+from outcore.cost.optimizer_cost import needs_closure
 from outcore.errors import EngineError, OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -188,8 +188,7 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], error: type[OutcoreError]
 ) -> None:
     """Refuse an optimizer that holds none of the model's parameters, or whose step has to be given a closure."""
-    asked = inspect.signature(optimizer.step).parameters.values()
-    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in asked):
+    if needs_closure(optimizer):
         raise error(
             f"a step of {type(optimizer).__name__} has to be given a closure that computes the loss again, and the "
             "loop has none; use another optimizer, or write the loop yourself around outcore.within"
