@@ -80,6 +80,10 @@ def _record_alone(
         return (*_record(model, args, kwargs, real=False), ())
     except Exception as error:
         reason = _explain(error)
+        if device_of(model).type == "meta":
+            # What forward makes without naming a device is then beside the weights, as where both are on a CPU.
+            with contextlib.suppress(Exception), torch.device("meta"):
+                return (*_record(model, args, kwargs, real=False), ())
         try:
             real_args, real_kwargs = _realised(model, args, kwargs)
         except CaptureError as too_large:

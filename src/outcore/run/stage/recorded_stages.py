@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.errors import PlanError
+from outcore.errors import CaptureError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.parts import ancestors
 from outcore.graph.reads.attributes import copy_attributes
@@ -131,7 +131,16 @@ class RecordedStagesByShape:
             inputs = substitute(inputs, torch.Tensor, lambda t: t if t.is_meta else t.to(self.device))
         args, kwargs = arguments(inputs)
         with self.modes("cpu" if self.skeleton is not self.model else None):
-            return capture(self.skeleton, args, kwargs)
+            try:
+                return capture(self.skeleton, args, kwargs)
+            except CaptureError as error:
+                if self.skeleton is self.model:
+                    raise
+                said = str(error).partition("; and there are no weights")[0]
+                raise CaptureError(
+                    f"{said}; a network that is cut into stages is recorded without weights, so it may neither look at "
+                    "numbers nor make tensors on a device that it names; use a plan of one stage"
+                ) from error
 
     def modes(self, device: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """The autocast that forwards run under."""
