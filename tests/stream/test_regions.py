@@ -200,6 +200,11 @@ OTHERS = {
     "relu": (nn.ReLU(inplace=True), 3),
     "unsqueeze": (Function(lambda x: x.unsqueeze(2)), 3),
     "weights per channel": (nn.PReLU(3), 3),
+    "cast to the type of another": (
+        Function(lambda x: x.float().to(x) + x.mean(1, keepdim=True).float().type_as(x)),
+        3,
+    ),
+    "one weight without a dimension": (Function(lambda x: F.prelu(x, torch.tensor(0.2).to(x))), 3),
 }
 
 

@@ -10,6 +10,7 @@ drawing.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,10 @@ def pointwise(
 
 @rule(*kinds(*_KINDS.split(", ")), "detach", "zeros_like", "ones_like", "full_like")
 def _elementwise(call: StreamCall) -> Pointwise:
-    return pointwise(call, call.tensors())
+    operands = call.tensors()
+    if call.operation in ("to", "type_as") and len(operands) > 1:  # of the other tensor only the type counts
+        return pointwise(call, operands[:1], lambda crops: crops[0].to(call.dtype))
+    return pointwise(call, operands)
 
 
 @rule("prelu")
@@ -105,14 +109,15 @@ def _prelu(call: StreamCall) -> Pointwise:
     weight: Any = call.state("weight") if call.module is not None else call.bound("input weight")["weight"]
     source = call.input()
     rank = len(call.shape)
-    if call.shapes(weight) != (1,) and rank > 1 and call.streamed(source) & {1}:
+    if math.prod(call.shapes(weight)) != 1 and rank > 1 and call.streamed(source) & {1}:
         raise NotStreamable("its weight runs along a streamed dimension")
 
     def again(crops: Sequence[torch.Tensor]) -> torch.Tensor:
         return F.prelu(crops[0], crops[1].reshape(-1))
 
-    shapes = (call.shapes(source), (*call.shapes(weight), *(1,) * (rank - 2)) if rank > 1 else call.shapes(weight))
-    return _Weighted((source, weight), shapes, rank, again)
+    whole = call.shapes(weight)  # of one number for all channels it may have no dimension
+    aligned = (*whole, *(1,) * (rank - 2)) if whole and rank > 1 else whole
+    return _Weighted((source, weight), (call.shapes(source), aligned), rank, again)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class _Weighted(Pointwise):
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The same place of the input, all of the parameters."""
-        return (out, *(((0, n[0]),) for n in self.shapes[1:]))
+        return (out, *(((0, n[0]),) if n else () for n in self.shapes[1:]))
 
     def follow(self, operand: int, dim: int) -> int | None:
         """The input's dimensions stay."""
