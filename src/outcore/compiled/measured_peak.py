@@ -7,14 +7,18 @@ the curve.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from outcore.memory.cuda_graphs.pool import give_back
 
 __all__ = ["measured_peak", "standing_bytes", "step_seconds"]
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def standing_bytes(device: torch.device) -> int:
@@ -47,8 +51,22 @@ def _on_cuda(run: Callable[[], object], device: torch.device, standing: int) -> 
     return max(0, torch.cuda.max_memory_reserved(device) - standing)
 
 
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """torch's profiler prints a line when it begins and one when it ends, unless its level of logs is above all."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]
+        else:
+            os.environ[_LOG_LEVEL] = before
+
+
 def _on_cpu(run: Callable[[], object]) -> int:
-    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as watched:
+    with _quiet_profiler(), torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as watched:
         run()
     results = watched.kineto_results
     assert results is not None
