@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import outcore
+from outcore.errors import PlanError
 from outcore.planner import Pipeline, plan
 from outcore.planner.pipeline.candidates import Candidate, candidates_for
 from outcore.planner.pipeline.lower import RankLink
@@ -41,6 +44,43 @@ def test_a_plan_is_bitwise_unless_gradients_are_added_over_ranks() -> None:
     tied = outcore.capture(Tied(), torch.randint(0, 64, (8, 64)))
     shared = plan(tied, weights_from_shapes(tied), devices=3, schedule="1f1b", tied="copies")
     assert shared.replicas == 1 and shared.tied and shared.exactness == "reassociated"
+
+
+class LanguageModel(nn.Module):
+    """As many are: the head is the embedding, so that the first and the last call share the largest parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+        self.body = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "model_parallel"])
+def test_a_language_model_is_cut_between_its_embedding_and_its_head(schedule: Any) -> None:
+    graph = outcore.capture(LanguageModel(), torch.randint(0, 512, (16, 256)))
+    weights = weights_from_shapes(graph)
+    with pytest.raises(PlanError, match="cannot share 1 units"):
+        plan(graph, weights, devices=2, schedule=schedule, tied="together")
+    chosen = plan(graph, weights, devices=2, schedule=schedule)
+    assert len(chosen.stages) == 2 and chosen.tied == {"embed.weight": (0, 1)}
+    assert chosen == plan(graph, weights, devices=2, schedule=schedule, tied="copies")
+
+
+def test_calls_that_share_a_parameter_stay_together_where_that_is_faster() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(6)]
+    layers[5].weight = layers[3].weight
+    graph = outcore.capture(nn.Sequential(*layers), torch.randn(16, 64))
+    weights = weights_from_shapes(graph)
+    for link, apart in ((RankLink(1e12, 0.0), True), (RankLink(1e5, 1e-3), False)):
+        options: dict[str, Any] = {"devices": 4, "schedule": "gpipe", "link": link}
+        both = [plan(graph, weights, tied=way, **options) for way in ("together", "copies")]
+        times = [made.predicted.time_s for made in both if made.predicted is not None]
+        assert (times[1] < times[0]) == apart == bool(plan(graph, weights, **options).tied)
+        assert plan(graph, weights, **options) == both[apart]
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])

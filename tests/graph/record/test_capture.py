@@ -35,6 +35,28 @@ def test_a_shared_module_has_one_path_and_aliases() -> None:
     assert graph.root.parameters == sum(p.numel() for p in shared.parameters())
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+def test_a_tensor_that_is_given_twice_is_two_inputs(real: bool) -> None:
+    """As in ``model(input_ids=x, labels=x)``: the next call may bring two different ones."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor, *, more: dict[str, Tensor]) -> Tensor:
+            scale = float(x.detach().abs().max()) if real else 2.0  # the first is known on real numbers alone
+            return self.a(x) * scale + self.b(y) - more["z"]  # type: ignore[no-any-return]
+
+    model, x, y, z = Two(), *(torch.ones(3, 4) * k for k in (1, 2, 3))
+    graph = outcore.capture(model, (x, x), {"more": {"z": x}})
+    apart = outcore.capture(model, (x, y), {"more": {"z": z}})
+    assert graph.inputs == apart.inputs == ("x", "y", "more.z") and graph.fingerprint == apart.fingerprint
+    for args in ((x, x, x), (x, y, z), (x, y, y)):
+        given = (*args[:2],), {"more": {"z": args[2]}}
+        assert torch.equal(graph.module(*given[0], **given[1]), model(*given[0], **given[1]))
+
+
 def test_tied_parameters_are_read_under_one_name() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

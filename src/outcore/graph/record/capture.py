@@ -98,6 +98,7 @@ def _record(
     fake = FakeTensorMode(allow_non_fake_inputs=True) if not real else None
     if fake is not None:
         args, kwargs = substitute((args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model))
+    args, kwargs = _each_its_own(args, kwargs)
     names = _input_names(model, args, kwargs)
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
     recorder = Recorder(model, list(zip(names, tensors, strict=True)), fake=fake)
@@ -216,6 +217,22 @@ def _without_content(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     if any(tensor.layout is not torch.strided for _, tensor in leaves((args, kwargs), torch.Tensor)):
         return None
     found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, stand_in)
+    return found
+
+
+def _each_its_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a tensor that is given twice as two: ``model(input_ids=x, labels=x)`` reads each where it
+    stands, and the next call may bring two different ones."""
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            return tensor
+        with torch.no_grad():
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, own)
     return found
 
 

@@ -47,7 +47,9 @@ class IntervalTables:
 
     def message_s(self, route: RankLink) -> Table:
         """Seconds for what a stage receives, values and their gradients going back."""
-        return self.messages * (route.latency_s + 2 * route.host_s) + self.message_bytes / route.bytes_per_s
+        # What no stage can be is infinite, also over a link without latency.
+        each_s = max(route.latency_s + 2 * route.host_s, np.finfo(np.float64).tiny)
+        return self.messages * each_s + self.message_bytes / route.bytes_per_s
 
     def always_bytes(self) -> Table:
         """Parameters, gradients and optimizer state."""

@@ -21,9 +21,10 @@ pipeline together (GPipe, 1F1B) or one after the other (model parallelism, GEMS)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
@@ -68,7 +69,7 @@ def plan(
     schedule: Schedule | None = None,
     link: Link | RankLink | None = None,
     granularity: Granularity = "layer",
-    tied: Literal["together", "copies"] = "together",
+    tied: Literal["together", "copies"] | None = None,
     machine: str | None = None,
     batch_norm: BatchNorm | None = None,
     shared: bool = True,
@@ -85,7 +86,8 @@ def plan(
         schedule: the only one to look at.
         link: between ranks; 12 GB/s if not given.
         granularity: how fine the parts are.
-        tied: whether calls that share a parameter stay together.
+        tied: whether calls that share a parameter stay together, or may be on several ranks, each with a copy; the
+            faster of both if not given. A language model whose head is its embedding has one at each end.
         machine: fingerprint to note in the plan.
         batch_norm: what batch norms are to see; "synchronised" for the whole batch, each micro-batch if not given.
         shared: whether replicas divide the batch among them, or each is given one of its own.
@@ -97,6 +99,10 @@ def plan(
     """
     if devices < 1:
         raise PlanError(f"a plan needs at least 1 device, not {devices}")
+    if tied is None:
+        options: dict[str, Any] = {"devices": devices, "memory_bytes": memory_bytes, "balance": balance, "link": link}
+        options |= {"schedule": schedule, "granularity": granularity, "machine": machine, "batch_norm": batch_norm}
+        return _either_way(graph, weights, shared, options | {"shared": shared, "policies": policies})
     route = RankLink.of(link) if isinstance(link, Link) else link or RankLink()
     samples = batch_size(graph)
     normed = bool(batch_norms(graph))
@@ -144,6 +150,25 @@ def plan(
     said = norms_see(made, graph, samples * best.batches_trained)
     inside = described(parse_policies(made.policy), stages)
     return replace(made, why=(*([said] if said else []), *inside, *_why(found, len(candidates))))
+
+
+def _either_way(graph: Graph, weights: CallWeights, shared: bool, options: Mapping[str, Any]) -> Plan:
+    """The faster of two plans: calls that share a parameter together, or apart."""
+    made: dict[str, Plan] = {}
+    refused: list[PlanError] = []
+    for way in ("together", "copies") if weights.tied and options["devices"] > 1 else ("together",):
+        try:
+            made[way] = plan(graph, weights, tied=way, **options)
+        except PlanError as error:
+            refused.append(error)
+    if not made:
+        raise min(refused, key=lambda error: getattr(error, "least_bytes", None) or math.inf)
+
+    def time_per_batch_s(found: Plan) -> float:
+        assert found.predicted is not None
+        return found.predicted.time_s / (1 if shared else found.replicas)
+
+    return min(made.values(), key=lambda found: time_per_batch_s(found) * (_TIE if found.tied else 1.0))
 
 
 @dataclass
