@@ -44,7 +44,7 @@ from outcore.compiled.torch_partitioner import (
 )
 from outcore.compiled.trial_step import Tried, try_step, with_content
 from outcore.errors import OutcoreError, PlanError
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import device_of, leaves, substitute
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.static_grads import GraphGradients
 from outcore.memory.saved_tensors.live_forward import is_looked_at
@@ -92,7 +92,7 @@ class CompiledForward:
     ) -> None:
         self.model, self.own_inner, self.settings = model, inner, settings
         if device is None:
-            device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+            device = device_of(model)
         self.device = device
         self.as_graphs = settings.graphs and self.device.type == "cuda"
         self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs

@@ -112,13 +112,12 @@ def channels_last(graph: Graph) -> ChannelsLast | str:
     images = [v for v in images if len(v.shape) in used and getattr(torch, v.dtype).is_floating_point]
     if all(_is_turned(image) for image in images):
         return ""
-    assert graph.executable is not None
-    recording = graph.executable[1]
+    recording = graph.recording
     if graph.notes or recording.uses_data or recording.volatile:
         return "the network looks at numbers while it runs"
     given = {image.name for image in images}
     written = {value for call in graph.calls.values() for value in call.mutates}
-    if any((graph.values[name].alias_of or name) in given for name in (*written, *graph.outputs)):
+    if any(graph.values[name].base in given for name in (*written, *graph.outputs)):
         return "the network writes into its input, or returns it"
     outputs = [graph.values[ref.name] for _, ref in leaves(recording.result, Ref) if ref.kind == "value"]
     return ChannelsLast(frozenset(len(image.shape) for image in images), tuple(map(_order_of, outputs)))

@@ -102,19 +102,9 @@ def test_the_folder_of_a_file_is_the_one_that_is_named(tmp_path: Path, monkeypat
     ScratchFile(0, tmp_path).close()
 
 
-@pytest.mark.parametrize(("limit", "free"), [("max", 6000), ("4000", 3000), ("90000", 6000), ("500", 0)])
-def test_room_is_what_system_and_container_leave_less_a_share(
-    limit: str, free: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """6,000 KiB are available; the container may have its limit, of which 1,000 KiB are used."""
-    unit = 1024
-    files = {
-        "/proc/meminfo": f"MemTotal: 9000 kB\nMemAvailable: {6000} kB\n",
-        "/sys/fs/cgroup/memory.max": limit if limit == "max" else str(int(limit) * unit),
-        "/sys/fs/cgroup/memory.current": str(1000 * unit),
-    }
+def test_room_is_what_is_free_less_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTCORE_HOST_MEMORY", raising=False)
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: files[str(self)])
-    assert host_limit.host_limit_bytes() == int(HOST_SHARE * free * unit)
+    monkeypatch.setattr(host_limit, "host_free_bytes", lambda: 6000)
+    assert host_limit.host_limit_bytes() == int(HOST_SHARE * 6000)
     monkeypatch.setenv("OUTCORE_HOST_MEMORY", "2KiB")
     assert host_limit.host_limit_bytes() == 2048

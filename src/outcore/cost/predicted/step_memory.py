@@ -156,7 +156,7 @@ def memory_curve(
         )
     if not isinstance(optimizer, OptimizerCost):
         optimizer = OptimizerCost.of(optimizer, costs.device_kind)
-    firsts = {graph.values[name].alias_of or name for name in released}
+    firsts = {graph.values[name].base for name in released}
     first = _Play(graph, costs, optimizer, firsts)
     moments = first.run()
     peak = max(range(len(moments)), key=lambda i: moments[i].bytes.total)
@@ -186,14 +186,14 @@ class _Play:
         self.savers: dict[str, set[str]] = {}
         for i, call in enumerate(self.order):
             for name in (*call.inputs, *call.outputs):
-                self.uses[self.first(name)] = i
+                self.uses[self.graph.values[name].base] = i
             for saved in costs.calls[call.name].saved if call.name in self.trained else ():
                 self.savers.setdefault(saved.of, set()).add(call.name)
         holding = held_values(graph, costs, self.trained)
         for name, until in holding.memory.items():
             if name in self.uses:
                 self.uses[name] = max(self.uses[name], until)
-        self.kept = {self.first(name) for name in (*graph.inputs, *graph.outputs)}
+        self.kept = {self.graph.values[name].base for name in (*graph.inputs, *graph.outputs)}
         self.outliving = holding.outliving - self.kept
         self.kept |= self.outliving
         self.branches: dict[int, list[str]] = {}
@@ -214,7 +214,7 @@ class _Play:
         self.take("optimizer", "", "state", self.optimizer.state_bytes(self.stepped))
         self.take("libraries", "", "workspace", self.costs.library_bytes)
         for name in self.graph.inputs:
-            self.take(self.first(name), "", "inputs", self.graph.values[name].bytes)
+            self.take(self.graph.values[name].base, "", "inputs", self.graph.values[name].bytes)
         for name in self.outliving:
             self.take(f"{name} of the step before", name.rpartition("#")[0], "feature_maps", self.size(name))
         for i, call in enumerate(self.order):
@@ -230,7 +230,7 @@ class _Play:
     def forward(self, i: int, call: Call, cost: CallCost) -> None:
         """Outputs appear, with what backward will need; values used for the last time are freed."""
         for name, size in cost.outputs.items():
-            if self.first(name) == name:
+            if self.graph.values[name].base == name:
                 self.take(name, call.block, "feature_maps", size)
         for saved in cost.saved:
             if saved.kind == "derived":
@@ -347,10 +347,6 @@ class _Play:
         held = self.held.pop(name, None)
         if held is not None:
             self.sums[held.category] -= held.bytes
-
-    def first(self, name: str) -> str:
-        """The first value in the memory of a value."""
-        return self.graph.values[name].alias_of or name
 
     def size(self, name: str) -> int:
         producer = self.graph.values[name].producer

@@ -26,6 +26,7 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import Norms
+from outcore.memory.op_fusion.rewrite import as_it_is
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, dense, memory_format, normalised, usual_order
 from outcore.ops.registry import of_layer, operation
 
@@ -51,19 +52,14 @@ def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
 
 def replacements(graph: Graph, model: nn.Module, norms: Norms) -> dict[str, Step]:
     """The steps that replace the recorded ones, where these norms are fused."""
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     found = {}
     for norm, relu in norms.items():
         module = model.get_submodule(steps[norm].target)
         found[norm] = replace(steps[norm], kind="function", target=_Fused(module, relu is not None))
         if relu is not None:
-            found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
+            found[relu] = replace(steps[relu], kind="function", target=as_it_is)
     return found
-
-
-def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return x
 
 
 class _Fused:

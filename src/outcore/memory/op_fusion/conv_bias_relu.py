@@ -80,8 +80,7 @@ def _times(cost: CallCost) -> list[TimedRuns]:
 
 def rectifiers(graph: Graph, model: nn.Module, biases: Biases) -> dict[str, Step]:
     """The steps that replace the recorded ones, where biases are fused with their ReLUs."""
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     found = {}
     for convolution, relu in biases.items():
         module = model.get_submodule(steps[convolution].target)

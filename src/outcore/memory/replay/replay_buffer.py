@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from outcore.cost.measured.trial_call import same_layout
+from outcore.graph.strides import same_layout
 from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode.codecs import Encoded, EncodedBuffer, encode
 from outcore.memory.encode.sparse_quantize import NonZeros

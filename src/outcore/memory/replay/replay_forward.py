@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outcore.cost.measured.trial_call import same_layout
 from outcore.graph.record.recording import Step, Tape, fill
+from outcore.graph.strides import same_layout
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
 from outcore.memory.replay.compile_policies import CompiledRecording, ReplayBufferPlan

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.graph import Graph
 from outcore.graph.record.preserve import state_restored
-from outcore.graph.structure import leaves
+from outcore.graph.structure import leaves, square_loss
 from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.ops.recompute_encode import LOSSY, held_bytes
@@ -170,15 +170,9 @@ def _gradients(
     with state_restored(model):
         other.admit(other.key(args, kwargs), args, kwargs, graph=graph)
         output = other(*args, **kwargs)
-        value = loss(output) if loss is not None else _squares(output)
+        value = loss(output) if loss is not None else square_loss(output)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
-
-
-def _squares(output: Any) -> torch.Tensor:
-    """A loss for a model that has none."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
-    return torch.stack([t.float().square().mean() for t in found]).sum()
 
 
 @dataclass(slots=True)

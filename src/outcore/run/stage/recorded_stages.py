@@ -238,5 +238,4 @@ def place_like(graph: Graph, first: Graph, known: Mapping[str, int]) -> dict[str
 
 
 def _executable(graph: Graph) -> tuple[nn.Module, Recording]:
-    assert graph.executable is not None
-    return graph.executable[0].model, graph.executable[1]
+    return graph.module.model, graph.recording
