@@ -338,6 +338,11 @@ def frontier(
     high, low = plain.outcome.peak_bytes, least.outcome.peak_bytes
     budgets = [low + (high - low) * k // points for k in range(1, points)]
     found = [plain, *known, *(fit(keeping, b, time_limit_s=search_s) for b in reversed(budgets)), least]
+    return fastest_by_peak(found)
+
+
+def fastest_by_peak(found: Iterable[Assignment]) -> list[Assignment]:
+    """The assignments that no other beats in both time and peak, the largest peak first."""
     kept: list[Assignment] = []
     for one in sorted(found, key=lambda a: (a.outcome.peak_bytes, a.outcome.time_s)):
         if not kept or one.outcome.time_s < kept[-1].outcome.time_s:
