@@ -83,6 +83,49 @@ def _like(memory: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     return over(memory, Geometry.of(shape))
 
 
+class BackwardProgress:
+    """How far backward has come in one pass, and the offloaded buffers that are released and fetched on its way."""
+
+    def __init__(
+        self, calls: int, released_late: Mapping[int, tuple[str, ...]], fetched: Mapping[int, tuple[str, ...]]
+    ) -> None:
+        self.position = calls
+        """The call that backward has come to; at first the one after the last."""
+        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
+        """Buffers that were offloaded."""
+        self._released_late, self._fetched = released_late, fetched
+
+    def reached(self, position: int) -> None:
+        """Release and fetch what is due when backward has come to a call."""
+        if position >= self.position or not self.waiting:
+            return
+        for place in range(self.position, position - 1, -1):
+            for name in self._released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in self._fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def stop_before(self, position: int, results: Iterable[torch.Tensor]) -> None:
+        """Make backward stop before a call, whether or not that asks for something it saved."""
+        reference = weakref.ref(self)
+
+        def reached(_: Any) -> None:
+            if (progress := reference()) is not None:  # else nothing of it is waiting any more
+                progress.reached(position)
+
+        for tensor in results:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reached)
+
+    def _cell(self, name: str) -> ReplayBuffer | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
+
+
 class SavedHandle:
     """What autograd holds instead of a tensor."""
 
@@ -145,6 +188,11 @@ class SavedHandle:
                 f"{list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
             )
         return self.tensor
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The tensor that autograd saved, from what was packed in its place."""
+    return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
 
 class ReplayBuffer:

@@ -117,11 +117,6 @@ class MemoryPlan:
         return max(plain.peak_bytes, turn) + self.reserved_bytes
 
     @property
-    def floor_bytes(self) -> int:
-        """What no plan can go below: the most that one operation alone needs."""
-        return self.keeping.floor[0] + self.reserved_bytes
-
-    @property
     def time_s(self) -> float:
         """Predicted seconds of a step."""
         known_s = self.known_plain_s
