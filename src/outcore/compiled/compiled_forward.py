@@ -239,11 +239,11 @@ class CompiledForward:
             self.entries.clear()
 
     def room(self, args: Any, kwargs: Any) -> Room:
-        """What is there beside the values of a step."""
+        """The memory of a call that is not the values of a step: weights, arguments, optimizer, workspaces."""
         return room_of(self.model, args, kwargs, self.settings.optimizer, self.device, graphs=self.as_graphs)
 
     def budget(self, room: Room) -> int | None:
-        """What is left for the values of a step."""
+        """Bytes of the budget that the values of a step may take; None without a budget."""
         budget = self.settings.budget_bytes
         return None if budget is None else room.left(budget, self.corrected_bytes)
 
@@ -372,11 +372,11 @@ class CompiledForward:
         return room.least(self._reserved([p.frontier.least for p in pieces]), self.corrected_bytes)
 
     def _reserved(self, points: list[StepOfGraph]) -> int:
-        """What is reserved for the values of a step."""
+        """Bytes that the allocator reserves for the values of a step whose pieces run by `points`."""
         return peak_of(points) + (0 if self.allocator is None else self.allocator.overhead(points))
 
     def _try(self, entry: Entry, args: Any, kwargs: Any) -> Tried:
-        """What steps take."""
+        """Run a few steps, and return the memory and time they took; on failure the entry is discarded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self._run(entry, args, kwargs)
@@ -395,7 +395,7 @@ class CompiledForward:
         return tried
 
     def _step_s(self, points: list[StepOfGraph]) -> float:
-        """What a step takes, with the optimizer's own."""
+        """Predicted seconds of a step whose pieces run by `points`, the optimizer's update included."""
         trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         update_s = self.settings.optimizer.traffic_per_parameter * trained / self.rates.bytes_per_s
         return seconds_of(points, update_s)

@@ -38,14 +38,14 @@ __all__ = ["Tried", "distinct_bytes", "total_of", "try_step", "with_content"]
 
 @dataclass(frozen=True)
 class Tried:
-    """What was seen."""
+    """Memory and time of the steps that were tried."""
 
     taken_bytes: int | None
     """The peak beside what is there throughout; none if it does not fit on the device at all."""
     needed_bytes: int = 0
     """The same where a limit of the process has to be larger than what is reserved."""
     seconds: float | None = None
-    """On a GPU."""
+    """Of one step; measured on a GPU alone."""
     skipped: int = 0
     """Graphs that torch.compile could not record."""
 

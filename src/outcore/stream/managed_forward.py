@@ -46,7 +46,7 @@ _READERS = 4
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What was asked for."""
+    """What the user asked for where a model is streamed, as one value."""
 
     budget_bytes: int | None
     optimizer: OptimizerCost

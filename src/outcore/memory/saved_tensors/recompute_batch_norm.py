@@ -99,13 +99,13 @@ class BatchNormRecompute:
         return found if self.orders[norm.call] is not None else None
 
     def run(self, norm: BatchNormCall, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-        """The norm again."""
+        """Compute the output of a batch norm again, from its input and the statistics it kept."""
         order = self.orders[norm.call]
         assert order is not None
         return normalised(x, statistics, _affine(norm.module), order, relu=norm.relu)
 
     def _order(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor, statistics: Statistics) -> int | None:
-        """The order in which a norm rounds."""
+        """Which order of rounding gives the norm's own output bit for bit; None if none does."""
         if not (dense(x) and out.stride() == x.stride() and out.dtype == x.dtype):
             return None
         if not x.is_cuda:
@@ -137,7 +137,7 @@ def _statistics(saved: Iterable[torch.Tensor], size: int, own: Iterable[torch.Te
 
 
 def _another(x: torch.Tensor, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor, Statistics, Affine] | None:
-    """The norm of a part of its input with other weights: what it reads, what it writes, and both by what."""
+    """The same norm run with made-up weights, as a second case to compare: input, output, statistics, weights."""
     like = _affine(module)[0]
     count = x.shape[1]
     weight = torch.linspace(0.37, 1.93, count, dtype=like.dtype, device=like.device).requires_grad_()
@@ -156,7 +156,7 @@ def _another(x: torch.Tensor, module: nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 def usual_order(x: torch.Tensor) -> int:
-    """The order to round in where any will do."""
+    """The order of rounding that is fastest on a device, for where results need not be equal bit for bit."""
     return 0 if x.is_cuda else 2
 
 

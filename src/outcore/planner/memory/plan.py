@@ -95,7 +95,7 @@ class MemoryPlan:
 
     @property
     def outcome(self) -> StepUnderPolicies:
-        """What a step takes."""
+        """Predicted time and peak of a step under the chosen policies."""
         return self.assignment.outcome
 
     @property
@@ -268,7 +268,7 @@ class _Choice:
 
 
 def _by_hand(keeping: StepModel, policy: Mapping[str, str | Policy]) -> Assignment:
-    """Policies that were given."""
+    """The plan for policies that the user chose by hand."""
     policies = parse_policies(policy)
     return Assignment(policies, keeping.evaluate(policies))
 

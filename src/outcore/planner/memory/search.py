@@ -283,7 +283,7 @@ class PolicySearch:
         return buffer.bytes + sum(self.keeping.buffers[s].bytes for s in buffer.sources if s in made)
 
     def rough_cost_s(self, buffer: Buffer, choice: Policy, current: Assignment) -> float:
-        """About what a choice costs."""
+        """Roughly how many seconds a policy for a buffer adds to a step."""
         if isinstance(choice, Recompute):
             on_the_way = [self.keeping.buffers[s] for s in buffer.sources if not self.saved(s)]
             return buffer.again_s + sum(b.again_s for b in on_the_way)

@@ -133,7 +133,7 @@ def _idle(graph: Graph, weights: CallWeights) -> Iterable[tuple[str, str]]:
 
 
 class _Join:
-    """Disjoint sets."""
+    """Union-find over calls: which of them must stay together."""
 
     def __init__(self, size: int) -> None:
         self.parent = list(range(size))

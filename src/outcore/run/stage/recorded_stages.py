@@ -34,7 +34,7 @@ from outcore.run.transport.p2p import TensorLayout
 
 
 class RecordedStages:
-    """The network for one key."""
+    """The network recorded for one shape of micro-batch in one mode, cut into stages."""
 
     def __init__(
         self,

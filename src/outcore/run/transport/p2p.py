@@ -215,7 +215,7 @@ class SentTensor:
         return self._task.over and self._task.result() is None
 
     def finish(self) -> None:
-        """Wait for that."""
+        """Wait until the tensor is sent."""
         self._watched_wait.result(self._task)
 
 
