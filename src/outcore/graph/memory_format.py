@@ -34,11 +34,11 @@ from outcore.graph import Graph, capture
 from outcore.graph.parts import Value
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recording import Ref
+from outcore.graph.strides import CHANNELS_LAST
 from outcore.graph.structure import leaves, substitute
 from outcore.ops.recompute_encode import again
 from outcore.ops.registry import kinds, names, spatial_dims
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = {
     type_: spatial_dims(name) + 2
     for name in kinds("convolution", "transposed convolution")
@@ -88,7 +88,7 @@ class ChannelsLast:
     def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() not in self.dims or not tensor.is_floating_point():
             return tensor
-        return tensor.to(memory_format=_FORMATS[tensor.dim()])  # which, unlike contiguous, turns a single channel too
+        return tensor.to(memory_format=CHANNELS_LAST[tensor.dim()])  # unlike contiguous, it turns a single channel too
 
 
 def recorded(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, order: ChannelsLast | None) -> Graph:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from outcore.graph.strides import same_layout
+from outcore.graph.strides import has_known_format, same_layout
 from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode.codecs import Encoded, EncodedBuffer, encode
 from outcore.memory.encode.sparse_quantize import NonZeros
@@ -363,8 +363,7 @@ class ReplayBuffer:
 def _fills(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills its memory in an order that the codecs of indices know."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])]
-    return whole and any(tensor.is_contiguous(memory_format=f) for f in formats)
+    return whole and has_known_format(tensor)
 
 
 def graph_is_kept() -> bool:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.graph.record.recording import Ref, Step
+from outcore.graph.strides import has_known_format, known_format
 from outcore.ops.registry import names
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
@@ -106,7 +107,7 @@ class BatchNormRecompute:
 
     def _order(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor, statistics: Statistics) -> int | None:
         """Which order of rounding gives the norm's own output bit for bit; None if none does."""
-        if not (dense(x) and out.stride() == x.stride() and out.dtype == x.dtype):
+        if not (has_known_format(x) and out.stride() == x.stride() and out.dtype == x.dtype):
             return None
         if not x.is_cuda:
             return usual_order(x) if self.reassociated else None
@@ -160,12 +161,6 @@ def usual_order(x: torch.Tensor) -> int:
     return 0 if x.is_cuda else 2
 
 
-def dense(x: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory, contiguous or with channels last."""
-    formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])]
-    return any(x.is_contiguous(memory_format=f) for f in formats)
-
-
 def _ends(x: torch.Tensor, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A part at the beginning and one at the end of two tensors, as they lie in memory."""
     dim = max((d for d in range(x.dim()) if d != 1), key=lambda d: x.shape[d])
@@ -173,16 +168,9 @@ def _ends(x: torch.Tensor, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.
 
     def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
         cut = tensor.narrow(dim, start, count)
-        return torch.empty_like(cut, memory_format=memory_format(tensor)).copy_(cut)
+        return torch.empty_like(cut, memory_format=known_format(tensor)).copy_(cut)
 
     return [(part(x, start), part(out, start)) for start in {0, x.shape[dim] - count}]
-
-
-def memory_format(x: torch.Tensor) -> torch.memory_format:
-    """How a dense tensor lies in memory."""
-    if x.is_contiguous():
-        return torch.contiguous_format
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
 def normalised(x: torch.Tensor, statistics: Statistics, affine: Affine, order: int, *, relu: bool) -> torch.Tensor:
