@@ -280,16 +280,7 @@ class CompiledForward:
                     raise
                 break
             copies = any(p.chosen.ways for p in known) if known else undecided
-            entry = self.entry(left, known, copies=copies)
-            start = time.perf_counter()
-            try:
-                tried = self._try(entry, args, kwargs)
-            except CompilationError:
-                if not entry.chooser.needs_copies:
-                    raise
-                entry = self.entry(left, known, copies=True)
-                tried = self._try(entry, args, kwargs)
-            self.compile_s += time.perf_counter() - start
+            entry, tried = self._compiled(left, known, copies, args, kwargs)
             pieces = entry.chooser.pieces
             entry.chooser.restart()
             if not pieces:
@@ -330,6 +321,22 @@ class CompiledForward:
             self.reservation = entry.chooser.reservation = Reservation(self.device)
         self.entries[key] = entry
         return self.plan
+
+    def _compiled(
+        self, left: int | None, known: list[Piece], copies: bool | None, args: Any, kwargs: Any
+    ) -> tuple[Entry, Tried]:
+        """Compile the model for the bytes that are left, and try a step; once more with copies, where it needs them."""
+        start = time.perf_counter()
+        entry = self.entry(left, known, copies=copies)
+        try:
+            tried = self._try(entry, args, kwargs)
+        except CompilationError:
+            if not entry.chooser.needs_copies:
+                raise
+            entry = self.entry(left, known, copies=True)
+            tried = self._try(entry, args, kwargs)
+        self.compile_s += time.perf_counter() - start
+        return entry, tried
 
     def _worthwhile(self, known: list[Piece], asked: list[Any], missed: int, room: Room) -> bool:
         """Whether a step that fits should be compiled once more: pieces that were chosen one after the other may do
