@@ -5,8 +5,7 @@ backward; gradients of values live for a moment during backward; gradients of pa
 produces them. In forward a value also lives as long as the user's code holds it, in a variable or a list
 (`outcore.cost.predicted.held_values`); what an attribute of the model holds is there from step to step, and while the
 next one is made there are two. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer)
-and keeps a list of what is alive. The planner and the simulator use the same function, with some values *released* in
-between.
+and keeps a list of what is alive.
 
     forward    | v1 v2 v3 ........ vn |                      values needed by backward accumulate
     backward                          | gn ... g2 g1 |       and are freed, while gradients accumulate
@@ -17,7 +16,7 @@ holds them, and passes a gradient on without a copy where it can (sums, views): 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -137,7 +136,6 @@ def memory_curve(
     costs: Costs,
     *,
     optimizer: OptimizerCost | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | float = 2.0,
-    released: Collection[str] = (),
 ) -> MemoryCurve:
     """The memory of a training step of a network.
 
@@ -147,8 +145,6 @@ def memory_curve(
         costs: its costs, from `outcore.measure` or `outcore.cost.account`.
         optimizer: a class, a function of the parameters, or the size of its state over that of the
             parameters.
-        released: values whose memory is given back between their last use in forward and their first in
-            backward, by whatever policy brings them back.
     """
     if costs.fingerprint != graph.fingerprint:
         raise OutcoreError(
@@ -156,11 +152,9 @@ def memory_curve(
         )
     if not isinstance(optimizer, OptimizerCost):
         optimizer = OptimizerCost.of(optimizer, costs.device_kind)
-    firsts = {graph.values[name].base for name in released}
-    first = _Play(graph, costs, optimizer, firsts)
-    moments = first.run()
+    moments = _Play(graph, costs, optimizer).run()
     peak = max(range(len(moments)), key=lambda i: moments[i].bytes.total)
-    again = _Play(graph, costs, optimizer, firsts, stop=peak)
+    again = _Play(graph, costs, optimizer, stop=peak)
     again.run()
     return MemoryCurve(tuple(moments), tuple(sorted(again.at_stop, key=lambda h: -h.bytes)))
 
@@ -168,10 +162,8 @@ def memory_curve(
 class _Play:
     """One step, simulated."""
 
-    def __init__(
-        self, graph: Graph, costs: Costs, optimizer: OptimizerCost, released: Collection[str], stop: int = -1
-    ) -> None:
-        self.graph, self.costs, self.optimizer, self.released, self.stop = graph, costs, optimizer, released, stop
+    def __init__(self, graph: Graph, costs: Costs, optimizer: OptimizerCost, stop: int = -1) -> None:
+        self.graph, self.costs, self.optimizer, self.stop = graph, costs, optimizer, stop
         self.order = list(graph.calls.values())
         self.trained = calls_with_backward(graph, costs)
         reached = {g.of for name in self.trained for g in costs.calls[name].gradients}
@@ -242,7 +234,7 @@ class _Play:
         for name in self.outliving.intersection(cost.outputs):
             self.give(f"{name} of the step before")
         for name in self.ends.get(i, ()):
-            if name not in self.kept and (name in self.released or not self.savers.get(name)):
+            if name not in self.kept and not self.savers.get(name):
                 self.give(name)
 
     def backward(self, call: Call, cost: CallCost) -> None:
