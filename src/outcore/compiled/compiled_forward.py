@@ -124,7 +124,7 @@ class CompiledForward:
 
     @functools.cached_property
     def allocator(self) -> Allocator | None:
-        """Of a GPU, where reserved memory counts."""
+        """A model of the GPU's allocator, because what it reserves counts against the budget; None on a CPU."""
         if self.device.type != "cuda":
             return None
         copies = round(self.settings.optimizer.state_per_parameter)

@@ -145,7 +145,7 @@ class JointGraph:
         return self.source_of(first) if _is_view(node) else number
 
     def source_of(self, number: int) -> int:
-        """As far up as views go."""
+        """The value that owns the buffer, through all views between."""
         while (above := self._source(number)) != number:
             number = above
         return number

@@ -58,7 +58,7 @@ def _buffer_of(ticket: torch.Tensor) -> OffloadedBuffer:
 
 
 class _Store:
-    """Where the values of one device go."""
+    """The off-device memory for the values that compiled steps of one device offload."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

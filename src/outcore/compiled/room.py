@@ -101,7 +101,7 @@ def room_of(
 
 
 def refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
-    """That a budget is too small, with one that would do.
+    """The error that a budget is too small, with one that would do.
 
     Args:
         budget_bytes: what was given.

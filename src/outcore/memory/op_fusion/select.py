@@ -44,7 +44,7 @@ class SelectedFusions:
     def worth_it(
         cls, graph: Graph, model: nn.Module, costs: Costs, rate: float, device: torch.device, *, issued: bool
     ) -> SelectedFusions:
-        """Those that are expected to pay.
+        """The fusions that are expected to make a step faster.
 
         Args:
             graph: the network.

@@ -34,7 +34,7 @@ class CallSize:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], trained: int, device: str) -> CallSize:
-        """Of a call.
+        """The size of a call with these arguments.
 
         Args:
             args: positional arguments.

@@ -42,13 +42,13 @@ _REPEATS: dict[Hashable, bool] = {}
 
 
 def searches(device: torch.device) -> bool:
-    """Whether algorithms of convolutions are searched for."""
+    """Whether cuDNN searches for the fastest algorithm of each convolution here."""
     cudnn = torch.backends.cudnn
     return device.type == "cuda" and bool(cudnn.enabled and cudnn.benchmark)
 
 
 def convolutions(graph: Graph, calls: Iterable[str]) -> list[str]:
-    """Those of some calls that are convolutions."""
+    """The calls among some that are convolutions."""
     return [name for name in calls if graph.blocks[graph.calls[name].block].type in _CONVOLUTIONS]
 
 

@@ -191,7 +191,7 @@ class ManagedForward:
         return result
 
     def wait(self) -> None:
-        """Until the device has done all it was told."""
+        """Block until the device has done all it was told."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -65,7 +65,7 @@ class MemoryMeter(Protocol):
         """How often cached memory was given back to find room, since the process began."""
 
     def wait(self) -> None:
-        """Until the device has done all it was told."""
+        """Block until the device has done all it was told."""
 
 
 class _Allocator:
@@ -91,7 +91,7 @@ class _Allocator:
 
 
 def meter_for(device: torch.device) -> MemoryMeter | None:
-    """Who counts the memory of a device; nobody on a CPU."""
+    """What counts the memory of a device; None on a CPU, where nothing does."""
     return _Allocator(device) if device.type == "cuda" else None
 
 

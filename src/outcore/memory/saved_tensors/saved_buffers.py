@@ -69,7 +69,7 @@ class SavedBuffers(BackwardProgress):
                 cell.left()
 
     def forget(self) -> None:
-        """From here on only autograd holds the cells."""
+        """Drop all references, so that from here on only autograd holds the cells."""
         for table in (self._cells, self.at, self._readers, self._copying):
             table.clear()
         self.pending.clear()

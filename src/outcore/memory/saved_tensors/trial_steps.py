@@ -149,7 +149,7 @@ def run_trial_steps(
 
 
 def _no_room(budget: int, least: int, others: int = 0) -> PlanError:
-    """That a step would end out of memory, because the process has a limit: said before training begins."""
+    """The error that a step would run out of memory under the limit of the process, raised before training begins."""
     beside = f", beside {format_bytes(others)} that this process holds for other things" if others > 2**20 else ""
     refused = PlanError(
         f"a training step cannot be done within {format_bytes(budget)} as a limit of this process: with what the "

@@ -126,7 +126,7 @@ class PolicySearch:
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
 
     def begin(self, share: float = 1.0) -> None:
-        """From now on there is the whole time, or a share of it."""
+        """Start the clock: the search has the whole time limit from now on, or a share of it."""
         self.left_s = share * self.time_limit_s
 
     def ended(self) -> bool:
