@@ -27,7 +27,7 @@ from networks import captured
 
 from outcore.cost import Calibration, Operation
 from outcore.cost.measured.in_network_ratio import STREAMED, OperationUse, fit_usage, predicted_alone
-from outcore.cost.measured.saved_bytes import account, recording_of
+from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.calibration import file_name
 from outcore.cost.predicted.describe import describe
 from outcore.cost.predicted.memory_traffic import MemoryTraffic
@@ -57,7 +57,7 @@ def extract(result: Path, device: Device) -> None:
 def _operations(case: dict[str, Any], device: Device) -> Iterator[dict[str, Any]]:
     graph = captured(networks.GPU[case["network"]], case)
     costs = account(graph, "cuda")
-    steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
+    steps = graph.recording.calls()
     moves = MemoryTraffic(graph, costs, steps)
     for line in case["calls"]:
         name = line["calls"][0] if "calls" in line else line["call"]

@@ -27,7 +27,7 @@ from outcore.cost.training_network import capture_training
 from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.record.capture import capture
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import square_loss, substitute
 from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
@@ -278,14 +278,8 @@ def _train(
     for step in range(steps):
         torch.manual_seed(step)
         output = model(*args, **kwargs)
-        loss = job.loss(output, target) if job.loss is not None else _total(output)
+        loss = job.loss(output, target) if job.loss is not None else square_loss(output)
         loss.backward()
         yield loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         stepper.step()
         stepper.zero_grad()
-
-
-def _total(output: Any) -> torch.Tensor:
-    """A loss for a job that has none."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad]
-    return torch.stack([t.float().square().mean() for t in found]).sum()

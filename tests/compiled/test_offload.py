@@ -21,13 +21,13 @@ from outcore.compiled.in_place import install_compiled_forward
 from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import StepOfGraph, step_of
 from outcore.compiled.measured_peak import measured_peak
-from outcore.compiled.offload_ops import is_dense
 from outcore.compiled.pieces import choice_of
 from outcore.compiled.search import search
 from outcore.compiled.settings import CompileSettings
 from outcore.compiled.times.copy_times import copies_back, copies_out
 from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.graph.strides import is_dense
 from tests.compiled.oracle import LINK
 from tests.compiled.test_search import VALUE, joint, named
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from outcore.data import DataError, read_table
+from outcore.data import DataError, SlideTable, read_folder, read_table
 
 
 @pytest.fixture
@@ -86,3 +87,15 @@ def test_a_missing_package_is_said_and_never_taken_for_a_bad_slide(
     with pytest.raises(DataError, match=r"d\.png needs Pillow; install it with: pip install 'outcore\[slides\]'$"):
         list(skipping.examples())
     assert not skipping.bad
+
+
+@pytest.mark.parametrize("wrong", [{"on_bad": "ignore"}, {"on_bad": "skip", "on_damage": "wite"}])
+@pytest.mark.parametrize("read", [read_table, read_folder])
+def test_a_choice_that_does_not_exist_is_refused_and_skips_no_slide(
+    tmp_path: Path, read: Callable[..., SlideTable], wrong: dict[str, str]
+) -> None:
+    (tmp_path / "ants").mkdir()
+    np.save(tmp_path / "ants" / "a.npy", np.zeros((8, 8, 3), np.uint8))
+    place = tmp_path if read is read_folder else table(tmp_path, "path,label\nants/a.npy,0\n")
+    with pytest.raises(DataError, match=f"{list(wrong)[-1]}='.*' is not known"):
+        read(place, **wrong)

@@ -19,7 +19,7 @@ from outcore.program import (
     Program,
     Stages,
     compile_program,
-    gantt,
+    rich_gantt,
     schedules,
     simulate,
 )
@@ -114,7 +114,7 @@ def test_the_timeline_in_a_schedules_docstring_is_what_it_does(
 ) -> None:
     stages = Stages.uniform(depth)
     timeline = simulate(compile_program(stages, schedule, **sizes), stages)
-    drawn = re.findall(r"^rank \d+  (\S+)", gantt(timeline, columns=int(timeline.step_s)), re.M)
+    drawn = re.findall(r"^rank \d+  (\S+)", rich_gantt(timeline, columns=int(timeline.step_s)).plain, re.M)
     written = re.findall(r"rank \d+  (\S+)", schedules.SCHEDULES[schedule].order.__doc__ or "")
     assert written == drawn
 

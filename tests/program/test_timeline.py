@@ -24,7 +24,6 @@ from outcore.program import (
     Timeline,
     chart,
     compile_program,
-    gantt,
     load_trace,
     rich_gantt,
     save_trace,
@@ -211,7 +210,7 @@ def test_a_trace_is_json_with_every_event(case: tuple[Stages, Program]) -> None:
 def test_pictures_fit_the_terminal_and_are_well_formed(tmp_path: Path) -> None:
     stages = Stages.uniform(6, saved_bytes=1 << 20, edge_bytes=2, gradient_bytes=1 << 20)
     timeline = simulate(compile_program(stages, "gems-master", micro_batches=3, batches=4, replicas=8), stages, WIRE)
-    plain = gantt(timeline)
+    plain = rich_gantt(timeline).plain.strip()
     assert max(map(len, plain.splitlines())) <= 80
     assert len(plain.splitlines()) == 24 + 3
     console = Console(width=100, file=(tmp_path / "out.txt").open("w"), force_terminal=False)

@@ -9,7 +9,7 @@ import pytest
 from outcore.errors import ProgramError
 from outcore.program import Links, Stages, check, compile_program
 from outcore.program.instructions import Backward, Forward
-from outcore.program.synthesis.synthesis import synthesised_orders
+from outcore.program.list_scheduler import synthesised_orders
 from outcore.program.written_order import program_in_order, write_order
 from tests.program.networks import random_stages
 

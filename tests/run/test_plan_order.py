@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outcore.program import Links, Stages
-from outcore.program.synthesis.list_scheduler import SchedulerSettings, list_schedule
+from outcore.program.list_scheduler import SchedulerSettings, list_schedule
 from outcore.program.written_order import write_order
 from tests.run.pool import Pool
 from tests.run.test_gradients import compare

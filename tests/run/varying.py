@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.program import Stages, synthesise
+from outcore.program import Links, Stages
+from outcore.program.list_scheduler import synthesised_orders
+from outcore.program.written_order import program_in_order, write_order
 from outcore.run import Engine, LossScale
 from outcore.run.stage.stage_module import Part, RandomDraws
 from tests.run.networks import CASES, Residual, UNet, classes, images
@@ -80,15 +82,13 @@ def synthesised(inverted: bool) -> dict[str, Any]:
     edges = engine.assembly.step_programs.stages.edges
     engine.close()
     base = Stages.uniform(2, gradient_bytes=8)
-    choice = synthesise(Stages(base.stages, edges), micro_batches=4)
-    found = [c.program for c in choice.candidates if not c.named and (len(c.program.holders()[0]) > 1) == inverted]
-    engine = Engine(CASES["unet"].job, plan, optimizer=momentum, program=found[0])
+    stages = Stages(base.stages, edges)
+    found = synthesised_orders(stages, 4, None, Links())
+    rows = next(write_order(orders) for setting, orders in found if setting.inverted == inverted)
+    program = program_in_order(stages, rows, inverted=inverted)
+    engine = Engine(CASES["unet"].job, plan, optimizer=momentum, program=program)
     losses = [engine.step(*batch) for batch in batches_of("unet", 3, 8)]
-    answer = {
-        "losses": losses,
-        "weights": {n: t.clone() for n, t in engine.state_dict().items()},
-        "name": found[0].name,
-    }
+    answer = {"losses": losses, "weights": {n: t.clone() for n, t in engine.state_dict().items()}}
     engine.close()
     return answer
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.models import AmoebaNetD, ReLayNet, UNet
 from outcore.spatial.communicator import Communicator, run_on_threads
-from outcore.spatial.forecast import rank_bytes
+from outcore.spatial.forecast import bytes_of_ranks
 from outcore.spatial.virtual import VirtualRanks
 from tests.foreign.shim import define_torchvision_operators
 
@@ -192,4 +192,5 @@ def test_a_large_image_takes_a_quarter_on_four_ranks() -> None:
     image = torch.empty(1, 3, 4096, 4096, device="meta")
     model = UNet(3, 2, width=8)
     whole, quarter = (VirtualRanks(model, (image,), grid).layout for grid in ((1, 1), (2, 2)))
-    assert rank_bytes(quarter, 0) < 0.27 * rank_bytes(whole, 0)
+    first, alone = (bytes_of_ranks(layout, layout.network.graph.calls)[0].peak for layout in (quarter, whole))
+    assert first < 0.27 * alone

@@ -9,7 +9,6 @@ managed call by call.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,8 @@ from outcore.compiled.install import is_compiled
 from outcore.errors import PlanError
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.preserve import ModelState, state_tensors
-from outcore.graph.structure import leaves
+from outcore.graph.structure import device_of, leaves
+from outcore.machine.clock import wall_s
 
 __all__ = ["faster_of"]
 
@@ -69,24 +69,22 @@ def _step_s(
     """What a forward and backward take, the fastest of some; the model is put back as it was."""
     from outcore.compiled.trial_step import total_of, with_content
 
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     given, named = with_content(*arguments_as_called(model, args, kwargs), device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [(p, p.grad) for p in parameters]
     before = ModelState(model, state_tensors(model))
     taken = []
+
+    def step() -> None:
+        output = model(*given, **named)
+        (loss(output) if loss is not None else total_of(output)).backward()
+
     try:
         for _ in range(1 + _STEPS):
             for p in parameters:
                 p.grad = None
-            _wait(device)
-            start = time.perf_counter()
-            output = model(*given, **named)
-            value = loss(output) if loss is not None else total_of(output)
-            value.backward()
-            _wait(device)
-            taken.append(time.perf_counter() - start)
-            del output, value
+            taken.append(wall_s(step, device))
     finally:
         before.restore()
         for p, gradient in gradients:
@@ -95,8 +93,3 @@ def _step_s(
             if tensor.requires_grad and tensor.is_leaf:
                 tensor.grad = None
     return min(taken[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -44,7 +44,7 @@ from outcore.compiled.torch_partitioner import (
 )
 from outcore.compiled.trial_step import Tried, try_step, with_content
 from outcore.errors import OutcoreError, PlanError
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import device_of, leaves, substitute
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.static_grads import GraphGradients
 from outcore.memory.saved_tensors.live_forward import is_looked_at
@@ -92,7 +92,7 @@ class CompiledForward:
     ) -> None:
         self.model, self.own_inner, self.settings = model, inner, settings
         if device is None:
-            device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+            device = device_of(model)
         self.device = device
         self.as_graphs = settings.graphs and self.device.type == "cuda"
         self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs
@@ -124,7 +124,7 @@ class CompiledForward:
 
     @functools.cached_property
     def allocator(self) -> Allocator | None:
-        """Of a GPU, where reserved memory counts."""
+        """A model of the GPU's allocator, because what it reserves counts against the budget; None on a CPU."""
         if self.device.type != "cuda":
             return None
         copies = round(self.settings.optimizer.state_per_parameter)
@@ -239,11 +239,11 @@ class CompiledForward:
             self.entries.clear()
 
     def room(self, args: Any, kwargs: Any) -> Room:
-        """What is there beside the values of a step."""
+        """The memory of a call that is not the values of a step: weights, arguments, optimizer, workspaces."""
         return room_of(self.model, args, kwargs, self.settings.optimizer, self.device, graphs=self.as_graphs)
 
     def budget(self, room: Room) -> int | None:
-        """What is left for the values of a step."""
+        """Bytes of the budget that the values of a step may take; None without a budget."""
         budget = self.settings.budget_bytes
         return None if budget is None else room.left(budget, self.corrected_bytes)
 
@@ -280,16 +280,7 @@ class CompiledForward:
                     raise
                 break
             copies = any(p.chosen.ways for p in known) if known else undecided
-            entry = self.entry(left, known, copies=copies)
-            start = time.perf_counter()
-            try:
-                tried = self._try(entry, args, kwargs)
-            except CompilationError:
-                if not entry.chooser.needs_copies:
-                    raise
-                entry = self.entry(left, known, copies=True)
-                tried = self._try(entry, args, kwargs)
-            self.compile_s += time.perf_counter() - start
+            entry, tried = self._compiled(left, known, copies, args, kwargs)
             pieces = entry.chooser.pieces
             entry.chooser.restart()
             if not pieces:
@@ -330,6 +321,22 @@ class CompiledForward:
             self.reservation = entry.chooser.reservation = Reservation(self.device)
         self.entries[key] = entry
         return self.plan
+
+    def _compiled(
+        self, left: int | None, known: list[Piece], copies: bool | None, args: Any, kwargs: Any
+    ) -> tuple[Entry, Tried]:
+        """Compile the model for the bytes that are left, and try a step; once more with copies, where it needs them."""
+        start = time.perf_counter()
+        entry = self.entry(left, known, copies=copies)
+        try:
+            tried = self._try(entry, args, kwargs)
+        except CompilationError:
+            if not entry.chooser.needs_copies:
+                raise
+            entry = self.entry(left, known, copies=True)
+            tried = self._try(entry, args, kwargs)
+        self.compile_s += time.perf_counter() - start
+        return entry, tried
 
     def _worthwhile(self, known: list[Piece], asked: list[Any], missed: int, room: Room) -> bool:
         """Whether a step that fits should be compiled once more: pieces that were chosen one after the other may do
@@ -372,11 +379,11 @@ class CompiledForward:
         return room.least(self._reserved([p.frontier.least for p in pieces]), self.corrected_bytes)
 
     def _reserved(self, points: list[StepOfGraph]) -> int:
-        """What is reserved for the values of a step."""
+        """Bytes that the allocator reserves for the values of a step whose pieces run by `points`."""
         return peak_of(points) + (0 if self.allocator is None else self.allocator.overhead(points))
 
     def _try(self, entry: Entry, args: Any, kwargs: Any) -> Tried:
-        """What steps take."""
+        """Run a few steps, and return the memory and time they took; on failure the entry is discarded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self._run(entry, args, kwargs)
@@ -395,7 +402,7 @@ class CompiledForward:
         return tried
 
     def _step_s(self, points: list[StepOfGraph]) -> float:
-        """What a step takes, with the optimizer's own."""
+        """Predicted seconds of a step whose pieces run by `points`, the optimizer's update included."""
         trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         update_s = self.settings.optimizer.traffic_per_parameter * trained / self.rates.bytes_per_s
         return seconds_of(points, update_s)

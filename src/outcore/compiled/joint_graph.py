@@ -20,12 +20,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from outcore.compiled.offload_ops import is_dense
 from outcore.compiled.times.host_times import library_work, simple_operation_s
 from outcore.compiled.times.node_times import calibrated_seconds
 from outcore.compiled.torch_partitioner import Partition
 from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
+from outcore.graph.strides import is_dense
 from outcore.machine.device import Device
 from outcore.machine.known import known
 from outcore.memory.offload.bandwidth import tier_below
@@ -145,7 +145,7 @@ class JointGraph:
         return self.source_of(first) if _is_view(node) else number
 
     def source_of(self, number: int) -> int:
-        """As far up as views go."""
+        """The value that owns the buffer, through all views between."""
         while (above := self._source(number)) != number:
             number = above
         return number

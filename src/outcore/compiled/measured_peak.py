@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 
+from outcore.machine.clock import wall_s
 from outcore.memory.cuda_graphs.pool import give_back
 
 __all__ = ["measured_peak", "standing_bytes", "step_seconds"]
@@ -81,11 +81,4 @@ def _on_cpu(run: Callable[[], object]) -> int:
 
 def step_seconds(step: Callable[[], object], device: torch.device) -> float:
     """What a step takes on a GPU, the fastest of three."""
-    taken = []
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(wall_s(step, device) for _ in range(3))

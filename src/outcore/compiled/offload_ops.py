@@ -28,7 +28,7 @@ import torch
 
 from outcore.memory.offload.backends import Backend, OffloadedBuffer, tier_for
 
-__all__ = ["Reservation", "is_dense"]
+__all__ = ["Reservation"]
 
 
 class _Ticket(bytearray):
@@ -58,7 +58,7 @@ def _buffer_of(ticket: torch.Tensor) -> OffloadedBuffer:
 
 
 class _Store:
-    """Where the values of one device go."""
+    """The off-device memory for the values that compiled steps of one device offload."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -104,16 +104,6 @@ class Reservation:
         if size > self.bytes:
             self.bytes = size
             _store(self.device).reserve(self.number, size)
-
-
-def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor fills its memory, in whatever order of its dimensions."""
-    expected = 1
-    for step, length in sorted((st, n) for n, st in zip(size, stride, strict=True) if n != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _flat(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

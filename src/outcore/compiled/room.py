@@ -28,16 +28,16 @@ _WORKSPACE = {True: 32 * 2**20, False: 9 * 2**20}
 
 @dataclass(frozen=True)
 class Room:
-    """What is there beside the values of a step."""
+    """The memory of a step that is not its values, and what of a budget that leaves for them."""
 
     own_bytes: int
     """Throughout: weights, arguments, optimizer state."""
     update_bytes: int
     """The most that the optimizer's own step adds to it."""
     copied_bytes: int = 0
-    """Copies of CUDA graphs."""
+    """Arguments and gradients that CUDA graphs hold copies of."""
     workspace_bytes: int = 0
-    """Of libraries."""
+    """Workspaces of libraries."""
     margin: float = 0.0
     """Share of the budget that is left free for what predictions miss."""
 
@@ -101,7 +101,7 @@ def room_of(
 
 
 def refusal(budget_bytes: int, least_bytes: int, what: str) -> PlanError:
-    """That a budget is too small, with one that would do.
+    """The error that a budget is too small, with one that would do.
 
     Args:
         budget_bytes: what was given.

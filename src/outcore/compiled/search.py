@@ -133,7 +133,7 @@ class _Search:
         least = max(link.least_bytes, self.small)
         return sorted(b for b in found if graph.bytes[b] >= least and not graph.given[b])
 
-    def send_away(self, start: StepOfGraph, earlies: tuple[float, ...] = (EARLY, 0.0)) -> list[StepOfGraph]:
+    def send_away(self, start: StepOfGraph) -> list[StepOfGraph]:
         """Let what was made first leave the device, in growing shares."""
         size, found = self.graph.bytes, []
         values = self.movable(start)
@@ -142,7 +142,7 @@ class _Search:
         for share in _SHARES_AWAY:
             chosen = values[: bisect.bisect_right(sums, share * total)]
             if chosen:
-                found += [self.judge(start.saved, frozenset(chosen), early) for early in earlies]
+                found += [self.judge(start.saved, frozenset(chosen), early) for early in (EARLY, 0.0)]
         return found
 
     def _slack(self, tried: StepOfGraph, before: StepOfGraph) -> int:

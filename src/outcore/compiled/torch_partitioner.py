@@ -106,11 +106,10 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         choose: from a joint graph to what is saved.
-        asked: what the choice depends on beside the graph, for torch's caches.
     """
 
-    def __init__(self, choose: Callable[[Partition], Choice], asked: str = "") -> None:
-        self.choose, self.asked = choose, asked
+    def __init__(self, choose: Callable[[Partition], Choice]) -> None:
+        self.choose = choose
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -138,8 +137,8 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        """A name for this planner and what it was asked, by which torch's caches tell its graphs from others."""
-        return f"{_source_hash()}-{self.asked}"
+        """A name for this version of the planner; AOTAutograd's cache, which would not ask it again, is off."""
+        return _source_hash()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # torch hashes its configuration by pickling it

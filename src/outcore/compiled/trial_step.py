@@ -29,7 +29,7 @@ from outcore.compiled.torch_partitioner import CompilationError, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph.record.preserve import ModelState, state_tensors
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import differentiable, leaves, substitute, sum_loss
 from outcore.memory.cuda_graphs.pool import give_back, without_limit
 from outcore.memory.saved_tensors.trial_steps import take_steps, trouble_of
 
@@ -38,14 +38,14 @@ __all__ = ["Tried", "distinct_bytes", "total_of", "try_step", "with_content"]
 
 @dataclass(frozen=True)
 class Tried:
-    """What was seen."""
+    """Memory and time of the steps that were tried."""
 
     taken_bytes: int | None
     """The peak beside what is there throughout; none if it does not fit on the device at all."""
     needed_bytes: int = 0
     """The same where a limit of the process has to be larger than what is reserved."""
     seconds: float | None = None
-    """On a GPU."""
+    """Of one step; measured on a GPU alone."""
     skipped: int = 0
     """Graphs that torch.compile could not record."""
 
@@ -175,7 +175,6 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 
 def total_of(output: Any) -> torch.Tensor:
     """The sum of all results that lead back to parameters."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
-    if not found:
+    if not differentiable(output):
         raise CompilationError("nothing that this model returns leads back to a parameter that requires a gradient")
-    return torch.stack([t.float().sum() for t in found]).sum()
+    return sum_loss(output)

@@ -101,45 +101,40 @@ class _Survey:
     """Goes through a graph once and notes who makes, reads and keeps what."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
-        self.graph, self.costs = graph, costs
+        self.graph, self.values, self.costs = graph, graph.values, costs
         self.order = list(graph.calls)
         self.place = {name: i for i, name in enumerate(self.order)}
         self.trained = calls_with_backward(graph, costs)
         holding = held_values(graph, costs, self.trained)
-        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)} | holding.outliving
+        self.given = {self.values[v].base for v in (*graph.inputs, *graph.outputs)} | holding.outliving
         self.held = holding.memory
         self.writers: dict[str, list[str]] = {}
         self.readers: dict[str, list[int]] = {}
         self.sizes = {name: graph.values[name].bytes for name in graph.inputs}
         self.savers: dict[str, dict[int, Need]] = {}
-        assert graph.executable is not None
-        self.steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+        self.steps = graph.recording.calls()
         for i, (name, call) in enumerate(graph.calls.items()):
             self.sizes |= costs.calls[name].outputs
             for value in call.inputs:
-                self.readers.setdefault(self.first(value), []).append(i)
-            for buffer in dict.fromkeys(self.first(v) for v in (*call.outputs, *call.mutates)):
+                self.readers.setdefault(self.values[value].base, []).append(i)
+            for buffer in dict.fromkeys(self.values[v].base for v in (*call.outputs, *call.mutates)):
                 known = buffer in self.writers or graph.values[buffer].producer is None
-                if not known or self.writes(name, buffer) or any(self.first(v) == buffer for v in call.outputs):
+                if not known or self.writes(name, buffer) or any(self.values[v].base == buffer for v in call.outputs):
                     self.writers.setdefault(buffer, []).append(name)
             if name in self.trained:
                 self.note_savers(i, costs.calls[name])
 
-    def first(self, value: str) -> str:
-        """The buffer of a value."""
-        return self.graph.values[value].alias_of or value
-
     def writes(self, call: str, buffer: str) -> bool:
         """Whether a call changes what is in a buffer, and does not only look at it in another way."""
-        return any(self.first(v) == buffer for v in self.graph.calls[call].mutates)
+        return any(self.values[v].base == buffer for v in self.graph.calls[call].mutates)
 
     def note_savers(self, i: int, cost: CallCost) -> None:
         """Who needs what of it in backward."""
         call = self.graph.calls[cost.call]
-        outputs = {self.first(v) for v in call.outputs}
+        outputs = {self.values[v].base for v in call.outputs}
         weights = any(p in self.costs.parameters for p in call.parameters)
-        weights |= any(self.graph.values[v].requires_grad for v in call.inputs[1:])  # computed, as in a parametrization
-        first = self.first(call.inputs[0]) if call.inputs else ""
+        weights |= any(self.values[v].requires_grad for v in call.inputs[1:])  # computed, as in a parametrization
+        first = self.values[call.inputs[0]].base if call.inputs else ""
         for saved in cost.saved:
             if saved.kind == "value":
                 role: Literal["input", "output"] = "output" if saved.of in outputs else "input"
@@ -150,11 +145,11 @@ class _Survey:
         """Put together what was found."""
         found: dict[str, Buffer] = {}
         for name in self.graph.inputs:
-            if self.first(name) == name:
+            if self.values[name].base == name:
                 found[name] = self.value(name, -1)
         for i, call in enumerate(self.order):
             for value in self.graph.calls[call].outputs:
-                if self.first(value) == value:
+                if self.values[value].base == value:
                     found[value] = self.value(value, i)
             for saved in self.costs.calls[call].saved if call in self.trained else ():
                 if saved.kind == "derived":
@@ -164,10 +159,10 @@ class _Survey:
     def derived(self, i: int, call: str, saved: Saved) -> Buffer:
         """The buffer of a tensor that a call keeps beside its inputs and outputs."""
         value = self.copied(call, saved)
-        writers = self.writers.get(self.first(value), ()) if value else ()
-        late = [w for w in writers if self.place[w] >= i and self.writes(w, self.first(value))]
+        writers = self.writers.get(self.values[value].base, ()) if value else ()
+        late = [w for w in writers if self.place[w] >= i and self.writes(w, self.values[value].base)]
         obstacle = "made for backward" if not value else f"{late[-1]} overwrites {value}" if late else ""
-        read = self.sizes.get(self.first(value), saved.bytes) if value else 0
+        read = self.sizes.get(self.values[value].base, saved.bytes) if value else 0
         return Buffer(
             saved.of,
             "derived",
@@ -179,7 +174,7 @@ class _Survey:
             {i: "full"},
             dtype=saved.derived.dtype if saved.derived is not None else "",
             maker="" if self.too_wide(call) else self.costs.calls[call].type,
-            sources=(self.first(value),) if value else (),
+            sources=(self.values[value].base,) if value else (),
             opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
             obstacle=obstacle,
             again_s=(read + saved.bytes) / (self.costs.sum_bytes_per_s or _CAST_BYTES_PER_S) if value else 0.0,
@@ -202,21 +197,21 @@ class _Survey:
         name, known = saved.cast_of, saved.derived
         if known is None or not any(on for _, on, _ in self.steps[call].context.autocast):
             return ""
-        if name not in self.graph.calls[call].inputs or self.graph.values[name].dtype == known.dtype:
+        if name not in self.graph.calls[call].inputs or self.values[name].dtype == known.dtype:
             return ""
         if known.dtype not in _CAST_TYPES or not known.shape:
             return ""
         count = math.prod(known.shape)
-        whole = count == math.prod(self.graph.values[name].shape) and count * _ITEM_BYTES[known.dtype] == saved.bytes
+        whole = count == math.prod(self.values[name].shape) and count * _ITEM_BYTES[known.dtype] == saved.bytes
         return name if whole else ""
 
     def value(self, name: str, born: int) -> Buffer:
         """The buffer that begins with a value."""
-        value, writers = self.graph.values[name], self.writers.get(name, [])
+        value, writers = self.values[name], self.writers.get(name, [])
         uses = [born, *self.readers.get(name, ()), *(self.place[w] for w in writers)]
         writers = self.without_views(name, writers)
         sources = dict.fromkeys(
-            self.first(v) for w in writers for v in self.graph.calls[w].inputs if self.first(v) != name
+            self.values[v].base for w in writers for v in self.graph.calls[w].inputs if self.values[v].base != name
         )
         rows = [self.costs.calls[w] for w in writers]
         saved_by = self.savers.get(name, {})
@@ -250,7 +245,7 @@ class _Survey:
             makes = writer == writers[0] or self.writes(writer, name) or not read.isdisjoint(call.outputs)
             if makes or self.graph.blocks[call.block].kind == "opaque" or self.hooked(writer):
                 found.append(writer)
-                read |= {value for value in call.inputs if self.first(value) == name}
+                read |= {value for value in call.inputs if self.values[value].base == name}
         return found[::-1]
 
     def again_s(self, writers: list[CallCost]) -> float:
@@ -267,7 +262,7 @@ class _Survey:
         if not alone or self.costs.device_kind != "cuda":
             return seconds
         assert norm.forward is not None
-        made = self.graph.values[self.graph.calls[norm.call].outputs[0]]
+        made = self.values[self.graph.calls[norm.call].outputs[0]]
         fused = bool(rest) and not rest[0].saved  # ReLU is part of the norm already
         return norm.forward.median_s * 2 / 3 if fused or made.dtype in ("bfloat16", "float16") else seconds
 
@@ -289,13 +284,13 @@ class _Survey:
             if self.place[writer] > saved and self.writes(writer, name):
                 return f"{writer} overwrites it after backward's copy was taken"
             for value in call.inputs:
-                source = self.first(value)
+                source = self.values[value].base
                 late = [w for w in self.writers.get(source, ()) if self.writes(w, source)]
                 if source != name and any(self.place[w] >= self.place[writer] for w in late):
                     return f"{late[-1]} overwrites {source}, which {writer} has read"
             if self.renormalises(writer):
                 return f"{call.block} writes into its weight"
-            written = {self.first(v) for v in call.mutates} - {name}
+            written = {self.values[v].base for v in call.mutates} - {name}
             if written:
                 return f"{writer} writes into {min(written)}"
         return ""

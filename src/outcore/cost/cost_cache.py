@@ -21,7 +21,7 @@ import torch
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
-from outcore.cost.measured.saved_bytes import device_name, device_of, recording_of
+from outcore.cost.measured.saved_bytes import device_name, device_of
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
 
@@ -68,7 +68,7 @@ def _key(graph: Graph, time_limit_s: float, *, between: bool) -> str:
     """A hash of everything that measured costs depend on."""
     from outcore import __version__
 
-    recording, device = recording_of(graph), device_of(graph)
+    recording, device = graph.recording, device_of(graph)
     cudnn = torch.backends.cudnn
     facts = [
         graph.fingerprint,

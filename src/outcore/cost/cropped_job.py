@@ -8,11 +8,12 @@ takes an image of that size is found by capturing it, which costs nothing.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from outcore.cost.image_size import image_shape, with_longest_side
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError
@@ -57,7 +58,7 @@ def fitting_side(job: Job, graph: Graph, size: int | None, device: torch.device)
 
 def longest_side(batch: Any) -> int | None:
     """The longest side of the largest image among the inputs; none if there is no image."""
-    shape = _shape(batch)
+    shape = image_shape(batch[:2])
     return max(shape) if shape is not None else None
 
 
@@ -68,24 +69,13 @@ def crop_batch(batch: Any, side: int) -> Any:
     >>> tuple(args[0].shape), tuple(target.shape)
     ((1, 3, 16, 8), (1, 16, 8))
     """
-    shape = _shape(batch)
-    if shape is None:
-        raise OutcoreError("no input has the shape of an image (batch, channels, height, width); leave out --image")
-    wanted = [max(1, round(n * side / max(shape))) for n in shape]
-
-    def crop(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() <= len(shape) or leaf.shape[-len(shape) :] != shape:
-            return leaf
-        for i, (whole, part) in enumerate(zip(shape, wanted, strict=True)):
-            leaf = leaf.narrow(i - len(shape), (whole - part) // 2, part)
-        return leaf.contiguous()
-
-    return tree_map(crop, batch)
+    return with_longest_side(batch, batch[:2], side, _middle)
 
 
-def _shape(batch: Any) -> torch.Size | None:
-    images = [t for t in tree_leaves(batch[:2]) if isinstance(t, torch.Tensor) and t.dim() >= 4]
-    return max(images, key=torch.Tensor.numel).shape[2:] if images else None
+def _middle(leaf: torch.Tensor, shape: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    for i, (whole, part) in enumerate(zip(shape, wanted, strict=True)):
+        leaf = leaf.narrow(i - len(shape), (whole - part) // 2, part)
+    return leaf.contiguous()
 
 
 def _anywhere(job: Job, size: int | None) -> Any:

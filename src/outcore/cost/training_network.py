@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outcore.cost.image_size import with_longest_side
 from outcore.errors import OutcoreError, TrainError
 from outcore.graph import Graph, capture
 from outcore.job import Job
@@ -101,26 +102,11 @@ def _capture(job: Job, size: int | None, image: int | None, device: str | None) 
     model = job.build(device).train()
     args, kwargs, target = job.example(size, device)
     if image is not None:
-        args, kwargs, target = _resized((args, kwargs, target), image)
+        args, kwargs, target = with_longest_side((args, kwargs, target), (args, kwargs), image, _without_memory)
     if job.loss is None or target is None:
         return capture(model, args, kwargs)
     return capture(with_loss(model, job.loss), args, {**kwargs, "target": target})
 
 
-def _resized(batch: Any, side: int) -> Any:
-    """A batch whose images have another size: everything that has the height and width of the largest input."""
-    from torch.utils._pytree import tree_leaves, tree_map
-
-    images = [t for t in tree_leaves(batch[:2]) if isinstance(t, torch.Tensor) and t.dim() >= 4]
-    if not images:
-        raise OutcoreError("no input has the shape of an image (batch, channels, height, width); leave out the sizes")
-    shape = max(images, key=torch.Tensor.numel).shape[2:]
-    scale = side / max(shape)
-    wanted = tuple(max(1, round(n * scale)) for n in shape)
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() <= len(shape) or leaf.shape[-len(shape) :] != shape:
-            return leaf
-        return torch.empty((*leaf.shape[: -len(shape)], *wanted), dtype=leaf.dtype, device="meta")
-
-    return tree_map(resize, batch)
+def _without_memory(leaf: torch.Tensor, shape: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    return torch.empty((*leaf.shape[: -len(shape)], *wanted), dtype=leaf.dtype, device="meta")

@@ -146,9 +146,8 @@ def read_table(
         on_bad: whether a slide that cannot be opened stops the run or is skipped and listed.
         on_damage: whether a damaged tile stops the run or is read as glass and counted.
     """
+    _check_choices(on_bad, on_damage)
     path = Path(path)
-    if on_bad not in ("raise", "skip"):
-        raise DataError(f"on_bad={on_bad!r} is not known; say 'raise' or 'skip'")
     columns, lines = read_rows(path)
     if "path" not in columns or not {"label", "mask"} & set(columns):
         raise DataError(f"{path} has columns {', '.join(columns) or 'none'}; needed are path, and label or mask")
@@ -217,6 +216,14 @@ def _labels(
     return [known[word] for _, word in words], names
 
 
+def _check_choices(on_bad: str, on_damage: str) -> None:
+    """Refuse a word that is none of the choices: otherwise slides would be skipped because of it."""
+    if on_bad not in ("raise", "skip"):
+        raise DataError(f"on_bad={on_bad!r} is not known; say 'raise' or 'skip'")
+    if on_damage not in ("raise", "white"):
+        raise DataError(f"on_damage={on_damage!r} is not known; say 'raise' or 'white'")
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -248,6 +255,7 @@ def read_folder(
         on_bad: as for `read_table`.
         on_damage: as for `read_table`.
     """
+    _check_choices(on_bad, on_damage)
     path = Path(path)
     folders = sorted(p for p in path.iterdir() if p.is_dir() and p.suffix != ".zarr") if path.is_dir() else []
     if not folders:

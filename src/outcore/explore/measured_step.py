@@ -41,8 +41,10 @@ from outcore.explore.plan_points import timeline_json
 from outcore.explore.worker import trouble_of
 from outcore.graph.naming import function_name, kind_of
 from outcore.graph.record import intercept
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import differentiable, leaves, square_loss, substitute
 from outcore.job import Job
+from outcore.machine.clock import wall_s
+from outcore.machine.free_memory import free_bytes
 from outcore.machine.units import format_bytes
 from outcore.one_device.within import within
 from outcore.program import Event, Timeline
@@ -248,11 +250,7 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
     """The median time of a step, after one to warm up."""
     times = []
     for i in range(_TIMED + 1):
-        begun = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken = time.perf_counter() - begun
+        taken = wall_s(step, device)
         times += [taken] if i or taken > _LONG_S else []
         if taken > _LONG_S:
             break
@@ -307,10 +305,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> li
 
 def _total(output: Any) -> torch.Tensor:
     """A loss for a job that has none."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad]
-    if not found:
+    if not differentiable(output):
         raise OutcoreError("nothing that the model returns has a gradient, so no step can be run; give the job a loss")
-    return torch.stack([t.float().square().mean() for t in found]).sum()
+    return square_loss(output)
 
 
 def check_room(needed_bytes: int, device: torch.device) -> None:
@@ -319,17 +316,13 @@ def check_room(needed_bytes: int, device: torch.device) -> None:
     Raises:
         OutcoreError: it is.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_bytes()
-    if free and needed_bytes > 0.9 * free:
+    free = free_bytes(device)
+    if needed_bytes > 0.9 * free:
         where = "this GPU" if device.type == "cuda" else "this machine"
         raise OutcoreError(
             f"a step of this size holds {format_bytes(needed_bytes)} and {where} has {format_bytes(free)} free; "
             "choose a smaller batch or image, or a plan"
         )
-
-
-def _free_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 
 def _run(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from outcore.job import Job
 from outcore.machine import Machine
 from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
+from outcore.planner.memory.plan import fastest_by_peak
 from outcore.planner.memory.script import link_of, one_stage, stage_of
 from outcore.planner.memory.search import Assignment, fit, smallest
 from outcore.program import Timeline, simulate
@@ -179,13 +180,10 @@ class PlanTable:
 
 
 def _frontier(found: list[Assignment]) -> list[Assignment]:
-    kept: list[Assignment] = []
-    for one in sorted(found, key=lambda a: (a.outcome.peak_bytes, a.outcome.time_s)):
-        if not kept or one.outcome.time_s < kept[-1].outcome.time_s:
-            kept.append(one)
+    kept = fastest_by_peak(found)
     if not any(one is found[0] for one in kept):  # plain training is shown even where something smaller is as fast
-        kept.append(found[0])
-    return kept[::-1]
+        kept.insert(0, found[0])
+    return kept
 
 
 def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_s: float = 0.0) -> dict[str, Any]:

@@ -6,13 +6,13 @@ every number in the result stood in the batch, so class numbers stay class numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from outcore.errors import OutcoreError
+from outcore.cost.image_size import with_longest_side
 from outcore.job import Job
 
 __all__ = ["resized_batch", "resized_job"]
@@ -33,18 +33,10 @@ def resized_batch(batch: Any, side: int) -> Any:
     Raises:
         OutcoreError: no input is an image.
     """
-    inputs = batch[0]
-    images = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim() >= 4]
-    if not images:
-        raise OutcoreError("no input has the shape of an image (batch, channels, height, width); leave out --image")
-    shape = max(images, key=torch.Tensor.numel).shape[2:]
-    wanted = [max(1, round(n * side / max(shape))) for n in shape]
+    return with_longest_side(tuple(batch), batch[0], side, _repeated)
 
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() <= len(shape) or leaf.shape[-len(shape) :] != shape:
-            return leaf
-        for place, (have, want) in enumerate(zip(shape, wanted, strict=True), start=-len(shape)):
-            leaf = leaf.index_select(place, torch.arange(want, device=leaf.device) % have)
-        return leaf
 
-    return tree_map(resize, tuple(batch))
+def _repeated(leaf: torch.Tensor, shape: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    for place, (have, want) in enumerate(zip(shape, wanted, strict=True), start=-len(shape)):
+        leaf = leaf.index_select(place, torch.arange(want, device=leaf.device) % have)
+    return leaf

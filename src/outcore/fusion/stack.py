@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from outcore.errors import FuseError
+from outcore.graph.strides import has_known_format
 
 
 class Stack:
@@ -193,10 +194,8 @@ _ALIGNMENT = 64
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of a dense tensor of this shape in the same memory format."""
-    if tensor.dim() in (4, 5) and not tensor.is_contiguous():
-        channels_last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-        if tensor.is_contiguous(memory_format=channels_last):
-            return tensor.stride()
+    if has_known_format(tensor) and not tensor.is_contiguous():
+        return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
 
 

@@ -64,6 +64,11 @@ class Graph:
         return self._running()[0]
 
     @property
+    def recording(self) -> Recording:
+        """The run of the model that the graph was made from."""
+        return self._running()[1]
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return device_of(self.module.model)

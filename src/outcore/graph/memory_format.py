@@ -34,11 +34,11 @@ from outcore.graph import Graph, capture
 from outcore.graph.parts import Value
 from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.recording import Ref
+from outcore.graph.strides import CHANNELS_LAST
 from outcore.graph.structure import leaves, substitute
 from outcore.ops.recompute_encode import again
 from outcore.ops.registry import kinds, names, spatial_dims
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = {
     type_: spatial_dims(name) + 2
     for name in kinds("convolution", "transposed convolution")
@@ -88,7 +88,7 @@ class ChannelsLast:
     def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() not in self.dims or not tensor.is_floating_point():
             return tensor
-        return tensor.to(memory_format=_FORMATS[tensor.dim()])  # which, unlike contiguous, turns a single channel too
+        return tensor.to(memory_format=CHANNELS_LAST[tensor.dim()])  # unlike contiguous, it turns a single channel too
 
 
 def recorded(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, order: ChannelsLast | None) -> Graph:
@@ -112,13 +112,12 @@ def channels_last(graph: Graph) -> ChannelsLast | str:
     images = [v for v in images if len(v.shape) in used and getattr(torch, v.dtype).is_floating_point]
     if all(_is_turned(image) for image in images):
         return ""
-    assert graph.executable is not None
-    recording = graph.executable[1]
+    recording = graph.recording
     if graph.notes or recording.uses_data or recording.volatile:
         return "the network looks at numbers while it runs"
     given = {image.name for image in images}
     written = {value for call in graph.calls.values() for value in call.mutates}
-    if any((graph.values[name].alias_of or name) in given for name in (*written, *graph.outputs)):
+    if any(graph.values[name].base in given for name in (*written, *graph.outputs)):
         return "the network writes into its input, or returns it"
     outputs = [graph.values[ref.name] for _, ref in leaves(recording.result, Ref) if ref.kind == "value"]
     return ChannelsLast(frozenset(len(image.shape) for image in images), tuple(map(_order_of, outputs)))

@@ -102,6 +102,11 @@ class Value:
     module that is still running), where that is later than its last use; `OUTLIVES` where an attribute, or a list
     outside of ``forward``, holds it. None in a part of a graph, which no code of the user's runs."""
 
+    @property
+    def base(self) -> str:
+        """The first value in the memory it lies in: itself, unless it is a view or the result of an in-place write."""
+        return self.alias_of or self.name
+
 
 def parent(path: str) -> str:
     """Path of the block that a block is in: ``parent("layer1.0.conv1") == "layer1.0"``."""

@@ -7,6 +7,7 @@ line than the next box.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -89,11 +90,29 @@ class _Line:
         return [i for i in range(len(self.boxes) - 1) if ended[i] < begun[i + 1]]
 
 
+def values_by_base(graph: Graph) -> dict[str, list[str]]:
+    """The values that share a piece of memory, by the first value in it (`Value.base`)."""
+    found: dict[str, list[str]] = {}
+    for value in graph.values.values():
+        found.setdefault(value.base, []).append(value.name)
+    return found
+
+
+def reads_after_writes(graph: Graph) -> Iterator[tuple[str, str, str]]:
+    """Every call that writes in place, with a value in the same memory and a call that reads it afterwards."""
+    shared = values_by_base(graph)
+    for name, call in graph.calls.items():
+        for written in call.mutates:
+            for value in shared[graph.values[written].base]:
+                for reader in graph.values[value].consumers:
+                    if name in graph.calls[reader].after:
+                        yield name, value, reader
+
+
 def _bytes(graph: Graph, names: tuple[str, ...]) -> int:
     """Bytes of some values, views of the same memory once."""
     largest: dict[str, int] = {}
     for name in names:
         value = graph.values[name]
-        base = value.alias_of or name
-        largest[base] = max(largest.get(base, 0), value.bytes)
+        largest[value.base] = max(largest.get(value.base, 0), value.bytes)
     return sum(largest.values())

@@ -68,6 +68,21 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of a model's output that lead back to parameters."""
+    return [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
+
+
+def sum_loss(output: Any) -> torch.Tensor:
+    """A loss for a model that has none and of which only time and memory count: the sum of all outputs."""
+    return torch.stack([t.float().sum() for t in differentiable(output)]).sum()
+
+
+def square_loss(output: Any) -> torch.Tensor:
+    """A loss for a model that has none and whose gradients count: the mean square of every output, added up."""
+    return torch.stack([t.float().square().mean() for t in differentiable(output)]).sum()
+
+
 def replace_lazy_images(arguments: Any, new: Callable[[Any], Any]) -> Any:
     """The arguments with what `new` makes of every lazily read image in their tuples, lists and dictionaries."""
     if not isinstance(arguments, torch.Tensor) and all(hasattr(arguments, a) for a in ("shape", "dtype", "read")):

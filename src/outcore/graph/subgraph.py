@@ -70,7 +70,7 @@ def _refuse_torn_memory(graph: Graph, calls: set[str]) -> None:
     """Raise where memory that is written on one side of the cut is read afterwards on the other."""
     for name in calls:
         for written in graph.calls[name].mutates:
-            base = graph.values[written].alias_of or written
+            base = graph.values[written].base
             shared = [v for v in graph.values.values() if v.name == base or v.alias_of == base]
             for value in shared:
                 late = next((c for c in value.consumers if c not in calls and name in graph.calls[c].after), None)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["TimedRuns", "clock_for", "tf32", "time_calls"]
+__all__ = ["TimedRuns", "clock_for", "synchronize", "tf32", "time_calls", "wall_s"]
 
 _SPIN_CYCLES_PER_S = 2.0e9
 _BLOCKED = 2.0
@@ -152,6 +152,21 @@ def time_calls(
 
 def _nothing() -> None:
     pass
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given; a CPU has done so already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_s(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds from a call, on a device that waits for it, until the device has done its work."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 @functools.cache

@@ -7,11 +7,11 @@ settings.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import torch
 
-from outcore.machine.clock import tf32, time_calls
+from outcore.machine.clock import TimedRuns, tf32, time_calls, wall_s
 from outcore.machine.link import HostLink, Link
 from outcore.machine.probe_cpu import TORCH_DTYPES
 
@@ -51,24 +51,22 @@ def measure_cuda_copy(device: torch.device, *, seconds: float = 0.2) -> float:
 
 def measure_launch(device: torch.device) -> float:
     """Seconds from one tiny kernel to the next on the device, when all are already issued."""
-    x = torch.ones(1, device=device)
-
-    def fifty() -> None:
-        for _ in range(50):
-            x.add_(1.0)
-
-    return time_calls(fifty, device, seconds=0.05).min_s / 50
+    return _fifty_tiny_kernels(device).min_s / 50
 
 
 def measure_cuda_dispatch(device: torch.device) -> float:
     """Seconds the host needs to issue one small operation to the device."""
+    return _fifty_tiny_kernels(device).dispatch_s / 50
+
+
+def _fifty_tiny_kernels(device: torch.device) -> TimedRuns:
     x = torch.ones(1, device=device)
 
     def fifty() -> None:
         for _ in range(50):
             x.add_(1.0)
 
-    return time_calls(fifty, device, seconds=0.05).dispatch_s / 50
+    return time_calls(fifty, device, seconds=0.05)
 
 
 def measure_host_link(device: torch.device, *, nbytes: int = 256 << 20) -> HostLink:
@@ -86,15 +84,8 @@ def _measure_link(device: torch.device, nbytes: int, *, pinned: bool) -> Link:
     there_back = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     small = torch.zeros(1, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
-    def best(call: object, repeats: int = 4) -> float:
-        times = []
-        for _ in range(repeats):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            call()  # type: ignore[operator]
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return min(times[1:])
+    def best(call: Callable[[], object], repeats: int = 4) -> float:
+        return min([wall_s(call, device) for _ in range(repeats)][1:])
 
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 

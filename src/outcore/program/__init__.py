@@ -4,7 +4,6 @@ from outcore.program.checker.checks import check as check
 from outcore.program.compile import assemble as assemble
 from outcore.program.compile import compile_program as compile_program
 from outcore.program.drawing.chart import chart as chart
-from outcore.program.drawing.gantt import gantt as gantt
 from outcore.program.drawing.gantt import rich_gantt as rich_gantt
 from outcore.program.drawing.trace import load_trace as load_trace
 from outcore.program.drawing.trace import save_trace as save_trace
@@ -24,8 +23,5 @@ from outcore.program.stages import Edge as Edge
 from outcore.program.stages import Stage as Stage
 from outcore.program.stages import Stages as Stages
 from outcore.program.stages import Tie as Tie
-from outcore.program.synthesis.synthesis import SynthesisCandidate as SynthesisCandidate
-from outcore.program.synthesis.synthesis import SynthesisResult as SynthesisResult
-from outcore.program.synthesis.synthesis import synthesise as synthesise
 from outcore.program.timeline import Event as Event
 from outcore.program.timeline import Timeline as Timeline

@@ -31,7 +31,6 @@ def program_in_order(
     inverted: bool,
     replicas: int = 1,
     micro_batches: int | None = None,
-    name: str = "synthesised",
 ) -> Program:
     """The program of written rows.
 
@@ -41,7 +40,6 @@ def program_in_order(
         inverted: whether odd micro-batches go through a second replica, placed the other way round.
         replicas: data-parallel replicas of the pipeline.
         micro_batches: only the first so many.
-        name: of the program.
     """
     copies, last = 2 if inverted else 1, len(stages) - 1
     orders: list[list[Compute]] = []
@@ -54,4 +52,4 @@ def program_in_order(
                     kind: type[Compute] = Forward if letter == "F" else Backward
                     order.append(kind(last - rank if second else rank, number, pipeline * copies + second))
             orders.append(order)
-    return assemble(stages, orders, name=name)
+    return assemble(stages, orders, name="synthesised")

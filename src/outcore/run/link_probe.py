@@ -168,7 +168,7 @@ def _processors() -> int:
 
 
 def _ignored(*_: Any) -> None:
-    """Nothing is recorded."""
+    """Takes an event of the timeline, which a probe has no use for."""
 
 
 def _fitted(found: Mapping[int, tuple[float, float] | None], is_gpu: bool) -> tuple[float, float, float] | None:

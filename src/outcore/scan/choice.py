@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from outcore.documents.reading import read_json
 from outcore.documents.schema import MapOf
 from outcore.documents.typed_schema import schema_of
 from outcore.errors import ScanError
+from outcore.machine.clock import wall_s
 from outcore.scan.cells import CellShape
 
 SHORTEST = 32
@@ -114,17 +114,7 @@ def key_of(cell: CellShape, directions: int, steps: int, batch: int, at: torch.d
 
 def _seconds(runs: tuple[Run, ...], device: torch.device) -> list[float]:
     """The shortest time of each, after one run that warms up; in turns, so that a slow moment meets all of them."""
-    best = [min(_clock(run, device), _clock(run, device)) for run in runs]
+    best = [min(wall_s(run, device), wall_s(run, device)) for run in runs]
     for _ in range((_SHORT_REPEATS if max(best) < _SHORT_S else _REPEATS) - 1):
-        best = [min(least, _clock(run, device)) for least, run in zip(best, runs, strict=True)]
+        best = [min(least, wall_s(run, device)) for least, run in zip(best, runs, strict=True)]
     return best
-
-
-def _clock(run: Run, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from outcore.errors import ScanError
+from outcore.machine.free_memory import free_bytes
 from outcore.scan.arguments import LayerArguments, PackedRows, extent, working
 from outcore.scan.cells import CellKind, CellShape
 from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
@@ -29,7 +30,7 @@ from outcore.scan.kernels import available
 from outcore.scan.layer import Layer, run_layer, working_dtype
 from outcore.scan.options import Newton, Options, Precision, as_bytes
 from outcore.scan.report import LayerReport, Report
-from outcore.scan.workspace import BackwardShape, cut, free_bytes
+from outcore.scan.workspace import BackwardShape, cut
 
 _KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from outcore.errors import ScanError
+from outcore.machine.free_memory import free_bytes
 from outcore.scan.affine import states as affine_states
 from outcore.scan.backward import AdjointRecurrence, chunk_products, will_settle
 from outcore.scan.cells import CellShape, LayerWeights, diagonal, inputs_of, step_on
@@ -40,7 +41,7 @@ from outcore.scan.kernels import available, forward
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.options import Jacobian, Newton
 from outcore.scan.report import SolveOutcome
-from outcore.scan.workspace import BackwardShape, best_chunk, free_bytes
+from outcore.scan.workspace import BackwardShape, best_chunk
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 _PICARD_FIRST = 6

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from dataclasses import dataclass
-
-import torch
 
 from outcore.errors import ScanError
 from outcore.scan.cells import CellShape
@@ -132,11 +129,3 @@ def best_chunk(shape: BackwardShape, steps: int) -> int:
         count = max(1, GPU_PROGRAMS // (shape.directions * shape.batch))
         return min(steps, max(16, -(-steps // count)))
     return max(1, math.ceil(math.sqrt(steps)))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a device: of a GPU, what the driver and PyTorch's cache hold free."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

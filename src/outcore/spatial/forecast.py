@@ -27,7 +27,7 @@ from outcore.spatial.communicator import IncomingPart
 from outcore.spatial.execute import SplitRun, SplitState
 from outcore.spatial.layout import SplitLayout
 
-__all__ = ["SplitForecast", "bytes_of_ranks", "rank_bytes", "split_forecast"]
+__all__ = ["SplitForecast", "bytes_of_ranks", "split_forecast"]
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,12 @@ class _Unknown:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def rank_bytes(layout: SplitLayout, rank: int) -> int:
-    """The most that one rank holds in forward and backward: values, what autograd saves, gradients of parameters; on
-    the first rank also what follows the split part. Parameters and the image itself are not counted."""
-    return _part_bytes(layout, rank, frozenset(layout.network.graph.calls)).peak
-
-
 def bytes_of_ranks(layout: SplitLayout, calls: Collection[str]) -> tuple[PartBytes, ...]:
-    """What a stage of these calls takes on every rank; ranks that do the same are counted once."""
+    """What a stage of these calls takes on every rank; ranks that do the same are counted once.
+
+    That is values, what autograd saves and gradients of parameters, and on the first rank also what follows the split
+    part; parameters and the image itself are not counted.
+    """
     known: dict[object, PartBytes] = {}
     found = []
     for rank, regions in enumerate(layout.ranks):

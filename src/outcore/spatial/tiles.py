@@ -365,21 +365,14 @@ class _SharedBoundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, execution: _SharedTiles, token: Token, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.execution, ctx.tensors = execution, tensors
-        ctx.set_materialize_grads(False)
-        with torch.enable_grad():
-            values = execution.forward()
-        made = tuple(values[v].detach() for v in execution.streaming.boundary)
-        ctx.mark_non_differentiable(*(t for t in made if not t.is_floating_point()))
-        return *made, token.view(())
+        return *execution.boundary(ctx), token.view(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         execution: _SharedTiles = ctx.execution
         sums, inputs = execution.backward(dict(zip(execution.streaming.boundary, gradients[:-1], strict=True)))
-        names = [name for name in execution.network.graph.inputs if name in execution.wants]
-        first = [inputs.get(name) for name in names]
         none = torch.zeros((), device=execution.device)
-        return None, none, *first, *(sums.of(t) for t in ctx.tensors[len(first) :])
+        return None, none, *execution.gradients_of(ctx.tensors, inputs, sums)
 
 
 class _SharedLoss(torch.autograd.Function):
@@ -391,8 +384,7 @@ class _SharedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
             term, sums, inputs = one_pass(execution, loss, target, gradients=True)
-        names = [name for name in execution.network.graph.inputs if name in execution.wants]
-        ctx.found = [inputs.get(n) for n in names] + [sums.of(t) for t in tensors[len(names) :]]
+        ctx.found = execution.gradients_of(tensors, inputs, sums)
         return term, token.view(())
 
     @staticmethod

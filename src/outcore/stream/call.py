@@ -59,6 +59,18 @@ class RegionRule(Protocol):
         matters."""
 
 
+class PlainRule:
+    """A rule whose output has the dimensions of its operands, and that computes the same wherever a region lies."""
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """The output's dimension that an operand's dimension becomes: the same one."""
+        return dim
+
+    def place(self, out: Region) -> Any:
+        """Nothing: the result depends on the contents of the operands alone."""
+        return None
+
+
 @runtime_checkable
 class WideningRule(Protocol):
     """A rule that can also run on more of its first operand than it needs, and then gives more than is wanted."""

@@ -46,7 +46,7 @@ _READERS = 4
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What was asked for."""
+    """What the user asked for where a model is streamed, as one value."""
 
     budget_bytes: int | None
     optimizer: OptimizerCost
@@ -227,7 +227,7 @@ def _admitted(streamed_forward: StreamedForward, graph: Graph, refused: PlanErro
 
 
 def refused_both_ways(refused: PlanError, error: PlanError | StreamError) -> PlanError:
-    """That neither policies nor tiles meet a budget, with the least that would."""
+    """The error that neither policies nor tiles meet a budget, with the smallest budget that would do."""
     with_policies, in_tiles = refused.least_bytes, getattr(error, "least_bytes", None)
     known = [least for least in (with_policies, in_tiles) if least is not None]
     if in_tiles is not None and in_tiles == min(known):  # of two budgets that would do, the smaller is named

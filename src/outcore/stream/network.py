@@ -243,9 +243,9 @@ class RegionNetwork:
             raise NotStreamable("it writes into a tensor that it does not return")
         call = self.graph.calls[step.name]
         for written in call.mutates:
-            base = self.graph.values[written].alias_of or written
+            base = self.graph.values[written].base
             for value in self.graph.values.values():
-                shares = (value.alias_of or value.name) == base and value.name not in (written, *step.outputs)
+                shares = value.base == base and value.name not in (written, *step.outputs)
                 before = value.producer is None or order[value.producer] < order[step.name]
                 if shares and before and any(order[c] > order[step.name] for c in value.consumers):
                     raise NotStreamable(f"it writes into the memory of {value.name}, which is read afterwards")

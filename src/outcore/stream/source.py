@@ -124,7 +124,7 @@ class ImageRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of these samples."""
+        """The shape of these samples."""
         return (self.last - self.first, *self.image.shape[1:])
 
     @property
@@ -146,7 +146,7 @@ class ImageRows:
         return self.prepare(self.read(region).to(device))
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """All of them on a device."""
+        """All of these samples on a device, as the model sees them."""
         return self.part(tuple((0, n) for n in self.shape), device)
 
 

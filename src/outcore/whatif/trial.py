@@ -22,6 +22,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from outcore.errors import WhatIfError
+from outcore.graph.structure import differentiable, sum_loss
+from outcore.machine.clock import synchronize
 from outcore.whatif.setup import TrainingSetup
 
 __all__ = ["Trial", "run_in_turn", "run_setup"]
@@ -96,11 +98,11 @@ def run_in_turn(
     end = time.monotonic() + seconds * len(warm)
     while len(times[0]) < _LEAST or (time.monotonic() < end and len(times[0]) < _MOST):
         for number, (step, _) in enumerate(warm):
-            _synchronise(where)
+            synchronize(where)
             start = clock()
             step()
             issued[number].append(clock() - start)
-            _synchronise(where)
+            synchronize(where)
             times[number].append(clock() - start)
     found = []
     for (step, peak), took, asked in zip(warm, times, issued, strict=True):
@@ -125,7 +127,7 @@ def _warm(setup: TrainingSetup, where: torch.device, seconds: float) -> tuple[Ca
             torch.cuda.reset_peak_memory_stats()
         step()
         done += 1
-    _synchronise(where)
+    synchronize(where)
     peak = torch.cuda.max_memory_allocated() - before if where.type == "cuda" else None
     return (_graphed(step) if setup.cuda_graph else step), peak
 
@@ -168,11 +170,9 @@ def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], A
 
 
 def _summed(output: Any) -> torch.Tensor:
-    leaves: list[torch.Tensor] = []
-    tree_map(lambda t: leaves.append(t) if isinstance(t, torch.Tensor) and t.requires_grad else None, output)
-    if not leaves:
+    if not differentiable(output):
         raise WhatIfError("the model returns nothing that has a gradient, so it cannot be trained; give a loss")
-    return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+    return sum_loss(output)
 
 
 def _graphed(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -212,8 +212,3 @@ def _busy_s(step: Callable[[], Any], steps: int = 2) -> float | None:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total * 1e-6 / steps if total else None
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -169,5 +169,5 @@ def test_a_model_without_weights_in_memory_is_accounted_too() -> None:
 
 def test_a_graph_read_from_a_file_is_refused() -> None:
     graph = outcore.capture(nn.Sequential(nn.ReLU()), [(2, 2)])
-    with pytest.raises(outcore.OutcoreError, match="capture the model again"):
+    with pytest.raises(outcore.OutcoreError, match="capture the model to run it"):
         account(outcore.Graph.from_json(graph.to_json()))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import outcore
-from outcore.cost.measured.saved_bytes import recording_of
 from outcore.cost.predicted.describe import describe
 from outcore.cost.predicted.operation import Operation
 
@@ -33,7 +32,7 @@ class Called(nn.Module):
 def described(run: Any, x: Tensor, *, first: bool = False) -> list[Operation | None]:
     """What each call is but that which scales the input."""
     graph = outcore.capture(Called(run, first), (x,))
-    steps = [step for step in recording_of(graph).steps if not step.name.startswith("mul()")]
+    steps = [step for step in graph.recording.steps if not step.name.startswith("mul()")]
     return [
         describe(graph, step, lambda dtype: {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)) for step in steps
     ]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.measured.saved_bytes import account, recording_of
+from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.describe import describe
 from outcore.cost.predicted.estimate import estimate_optimizer
 from outcore.cost.predicted.memory_traffic import MemoryTraffic
@@ -37,7 +37,7 @@ def test_described_matrix_work_equals_torchs_count(name: str) -> None:
     build, shape = NETWORKS[name]
     graph = outcore.capture(build(), [shape])
     costs = account(graph)
-    steps = [s for s in recording_of(graph).steps if s.kind != "guard"]
+    steps = [s for s in graph.recording.steps if s.kind != "guard"]
     described = 0
     for step in steps:
         operation = describe(graph, step, fp32)
@@ -114,7 +114,7 @@ def test_inputs_that_cannot_be_folded_are_copied_before_a_product() -> None:
 
     def copied(turned: bool) -> int:
         graph = outcore.capture(Heads(turned), [(512, 64, 64)])
-        moves = MemoryTraffic(graph, account(graph, "cuda"), {s.name: s for s in recording_of(graph).steps})
+        moves = MemoryTraffic(graph, account(graph, "cuda"), {s.name: s for s in graph.recording.steps})
         (name,) = [n for n, c in graph.calls.items() if graph.blocks[c.block].type == "matmul"]
         return moves.bytes_of(name)[0]
 
@@ -126,7 +126,7 @@ def test_inputs_that_cannot_be_folded_are_copied_before_a_product() -> None:
 def moved(net: nn.Module, shape: tuple[int, ...], kind: str) -> tuple[int, int]:
     """Bytes that the first call of a kind moves beside its work, forward and backward."""
     graph = outcore.capture(net, (torch.randn(shape, requires_grad=True),))
-    moves = MemoryTraffic(graph, account(graph, "cuda"), {s.name: s for s in recording_of(graph).steps})
+    moves = MemoryTraffic(graph, account(graph, "cuda"), {s.name: s for s in graph.recording.steps})
     return moves.bytes_of(next(n for n, c in graph.calls.items() if graph.blocks[c.block].type == kind))
 
 

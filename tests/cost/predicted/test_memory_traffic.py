@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 import outcore
-from outcore.cost.measured.saved_bytes import account, recording_of
+from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.memory_traffic import MemoryTraffic
 
 
 def _movement(model: nn.Module, shape: tuple[int, ...]) -> MemoryTraffic:
     graph = outcore.capture(model, [shape])
-    steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
+    steps = graph.recording.calls()
     return MemoryTraffic(graph, account(graph, "cuda"), steps)
 
 
@@ -57,6 +57,6 @@ def test_operands_of_one_size_move_nothing_more() -> None:
             return x + y
 
     graph = outcore.capture(Sum(), [(4, 8), (4, 8)])
-    steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
+    steps = graph.recording.calls()
     moves = MemoryTraffic(graph, account(graph, "cuda"), steps)
     assert [moves.bytes_of(name) for name in graph.calls] == [(0, 0)]

@@ -123,16 +123,6 @@ def test_the_peak_is_broken_down_by_category_and_block() -> None:
     assert curve.to_json()["peak_bytes"] == curve.peak_bytes
 
 
-def test_released_values_are_away_between_forward_and_backward() -> None:
-    graph = chain(12)
-    costs = account(graph)
-    kept = memory_curve(graph, costs, optimizer=0.0)
-    names = {s.of for c in costs.calls.values() for s in c.saved if s.kind == "value"} - set(graph.inputs)
-    away = memory_curve(graph, costs, optimizer=0.0, released=names)
-    assert away.at_peak.feature_maps < kept.at_peak.feature_maps / 2
-    assert [m.bytes.total for m in away.moments][-1] == [m.bytes.total for m in kept.moments][-1]
-
-
 def test_costs_of_another_graph_are_refused() -> None:
     with pytest.raises(outcore.OutcoreError, match="measure this one"):
         memory_curve(chain(2), account(chain(3)))

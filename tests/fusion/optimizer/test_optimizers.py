@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import outcore
+from outcore.fusion.optimizer.updates import UPDATES
 from tests.fusion.serial import assert_as_if_alone, distance
 
 RATES = (0.1, 0.03, 0.01)
@@ -129,3 +130,12 @@ def test_parameters_without_gradient_in_some_steps_keep_their_own_count() -> Non
     torch.manual_seed(0)
     batches = [((x, n % 3 != 0), y) for n, (x, y) in enumerate(_batches(7))]
     assert_as_if_alone(lambda i: Two().double(), batches, F.cross_entropy, OPTIMIZERS["Adam"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_numbers_of_adam_stand_in_the_order_in_which_its_kernel_reads_them(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    group = kind([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    numbers = UPDATES[kind].numbers(group, 1.0, {})
+    assert list(numbers) == ["b1", "b2", "size", "root", "eps", "weight_decay", "shrink"]

@@ -69,8 +69,11 @@ def test_an_arena_grows_at_its_end() -> None:
     assert arena.take(UNIT) == ArenaBlock(2 * UNIT, UNIT)
 
 
-def test_a_file_gives_back_what_was_written_and_grows_beyond_its_plan(tmp_path: Path) -> None:
-    scratch = ScratchFile(2 * UNIT, tmp_path)
+def test_a_file_gives_back_what_was_written_and_grows_beyond_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTCORE_SCRATCH", str(tmp_path))
+    scratch = ScratchFile(2 * UNIT)
     assert list(tmp_path.iterdir()) == [], "it has no name that could be left behind"
     assert os.fstat(scratch.file).st_size == 2 * UNIT and os.fstat(scratch.file).st_blocks * 512 >= 2 * UNIT
     parts = [torch.randint(256, (size,), dtype=torch.uint8) for size in (700, 3 * UNIT, 1)]
@@ -88,8 +91,8 @@ def test_a_file_gives_back_what_was_written_and_grows_beyond_its_plan(tmp_path: 
         os.fstat(number)
 
 
-def test_a_file_that_ends_too_early_is_refused(tmp_path: Path) -> None:
-    scratch = ScratchFile(0, tmp_path)
+def test_a_file_that_ends_too_early_is_refused() -> None:
+    scratch = ScratchFile(0)
     with pytest.raises(OutcoreError, match="the scratch file ends too early"):
         scratch.read(torch.empty(8, dtype=torch.uint8), scratch.take(8))
     scratch.close()
@@ -99,22 +102,13 @@ def test_the_folder_of_a_file_is_the_one_that_is_named(tmp_path: Path, monkeypat
     monkeypatch.setenv("OUTCORE_SCRATCH", str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError):
         ScratchFile(0)
-    ScratchFile(0, tmp_path).close()
+    monkeypatch.setenv("OUTCORE_SCRATCH", str(tmp_path))
+    ScratchFile(0).close()
 
 
-@pytest.mark.parametrize(("limit", "free"), [("max", 6000), ("4000", 3000), ("90000", 6000), ("500", 0)])
-def test_room_is_what_system_and_container_leave_less_a_share(
-    limit: str, free: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """6,000 KiB are available; the container may have its limit, of which 1,000 KiB are used."""
-    unit = 1024
-    files = {
-        "/proc/meminfo": f"MemTotal: 9000 kB\nMemAvailable: {6000} kB\n",
-        "/sys/fs/cgroup/memory.max": limit if limit == "max" else str(int(limit) * unit),
-        "/sys/fs/cgroup/memory.current": str(1000 * unit),
-    }
+def test_room_is_what_is_free_less_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTCORE_HOST_MEMORY", raising=False)
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: files[str(self)])
-    assert host_limit.host_limit_bytes() == int(HOST_SHARE * free * unit)
+    monkeypatch.setattr(host_limit, "host_free_bytes", lambda: 6000)
+    assert host_limit.host_limit_bytes() == int(HOST_SHARE * 6000)
     monkeypatch.setenv("OUTCORE_HOST_MEMORY", "2KiB")
     assert host_limit.host_limit_bytes() == 2048

@@ -25,22 +25,22 @@ EARLY = 1.3
 
 @dataclass(frozen=True)
 class CopiesOut:
-    """Of the forward."""
+    """When the values that a forward copies out have left the device."""
 
     free_after: dict[int, int]
     """By value, the number of the kernel after which its memory is free; that of the last plus one for the end."""
     wait_s: float
-    """What the end of the forward waits."""
+    """Seconds that the end of the forward waits for the last copies."""
 
 
 @dataclass(frozen=True)
 class CopiesBack:
-    """Of the backward."""
+    """When the copies that a backward needs begin, and what it waits for them."""
 
     fetch_before: dict[int, int]
     """By value, the number of the kernel before which its copy begins."""
     wait_s: float
-    """What kernels wait for copies."""
+    """Seconds that kernels wait for copies, all together."""
 
 
 def copies_out(

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -28,12 +27,12 @@ from outcore.cost.costs import CallCost, Costs, Source
 from outcore.cost.measured.cache_state import CacheState
 from outcore.cost.measured.host_speed import HostSpeed, reference_work_s
 from outcore.cost.measured.isolated_call import IsolatedCall
-from outcore.cost.measured.saved_bytes import account, recording_of, signature
+from outcore.cost.measured.saved_bytes import account, signature
 from outcore.cost.measured.trial_call import runs_on_the_model
 from outcore.graph import Graph
 from outcore.graph.record.preserve import state_restored
-from outcore.graph.record.recording import Recording, Step
 from outcore.machine.clock import TimedRuns, clock_for, time_calls
+from outcore.machine.free_memory import host_free_bytes
 
 _CPU_LIMIT = 2**30
 _LEAST_WORKSPACE = 2**20
@@ -53,8 +52,8 @@ class CallBench:
     ) -> None:
         self.graph, self.device, self.runs = graph, device, runs
         self.costs = accounted if accounted is not None else account(graph, device)
-        self.recording: Recording = recording_of(graph)
-        self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
+        self.recording = graph.recording
+        self.steps = self.recording.calls()
         self.host_speed = HostSpeed()
         self.engines: list[TimedRuns] = []
         self.cache_state = CacheState(device)
@@ -310,9 +309,7 @@ def in_this_thread(device: torch.device) -> contextlib.AbstractContextManager[ob
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return min(_CPU_LIMIT, *(n // 2 for n in available)) if available else _CPU_LIMIT
+    return min(_CPU_LIMIT, host_free_bytes() // 2)
 
 
 def _first_line(error: BaseException) -> str:

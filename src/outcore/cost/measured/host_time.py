@@ -24,6 +24,7 @@ from outcore.cost.costs import Costs
 from outcore.cost.measured.bench import in_this_thread
 from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph, capture
+from outcore.machine.clock import synchronize
 
 _WIDTH = 8
 _STEPS = 18
@@ -110,17 +111,12 @@ def _step_s(model: nn.Module, x: Tensor, clock: Callable[[], float], reference: 
     times = []
     for _ in range(_STEPS):
         model.zero_grad()
-        _finish(x.device)
+        synchronize(x.device)
         before = reference_work_s() if reference else 0.0
         with in_this_thread(x.device):
             start = clock()
             model(x).backward()
-            _finish(x.device)
+            synchronize(x.device)
             took = clock() - start
         times.append(took * 2 * reference / (before + reference_work_s()) if reference else took)
     return statistics.median(times[3:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

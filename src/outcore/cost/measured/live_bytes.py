@@ -62,10 +62,6 @@ class LiveBytes(TorchDispatchMode):
                 self._note(tensor, str(packet), first)
         return result
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was counted or announced."""
-        return storage_key(tensor) in self._alive
-
     def restart(self) -> int:
         """Begin a new phase: reset the peak; returns what is alive."""
         self.peak = self.live

@@ -69,7 +69,7 @@ def measure_samples(
             used = time.monotonic() - start
             if used >= seconds or (most is not None and kept >= most):
                 break
-            key = _key(operation)
+            key = json.dumps(operation.to_json(), sort_keys=True)
             if key in done:
                 continue
             if progress is not None:
@@ -97,10 +97,6 @@ def read_samples(path: Path) -> list[Sample]:
                 raise MachineError(f"{path}: an operation that is none: {error}") from None
             samples.append(Sample(operation, TimedRuns(**line)))
     return samples
-
-
-def _key(operation: Operation) -> str:
-    return json.dumps(operation.to_json(), sort_keys=True)
 
 
 def _open(path: Path, about: dict[str, Any]) -> set[str]:

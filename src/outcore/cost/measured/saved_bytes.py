@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
@@ -25,14 +25,14 @@ import torch
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.measured.isolated_call import Stride
-from outcore.cost.measured.trial_call import same_layout, try_call
+from outcore.cost.measured.trial_call import try_call
 from outcore.cost.predicted.saved_bytes import keep_on
 from outcore.cost.saved import Saved
-from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.preserve import preserved
 from outcore.graph.record.recording import Recording, Ref, Step
+from outcore.graph.strides import same_layout
 from outcore.graph.structure import substitute
 
 
@@ -50,7 +50,7 @@ def account(graph: Graph, device: torch.device | str | None = None) -> Costs:
         graph: as captured; it needs the model, so not one read from a file.
         device: what autograd keeps depends on it; by default the one the model is on.
     """
-    recording, model = recording_of(graph), graph.module.model
+    recording, model = graph.recording, graph.module.model
     target = torch.device(device) if device is not None else device_of(graph)
     here = target if target.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
     trials = _Trials(graph, recording, here)
@@ -78,7 +78,7 @@ class _Trials:
 
     def __init__(self, graph: Graph, recording: Recording, device: torch.device) -> None:
         self.graph, self.recording, self.device = graph, recording, device
-        self.steps = {step.name: step for step in recording.steps if step.kind != "guard"}
+        self.steps = recording.calls()
         self.keys = {name: signature(graph, self.steps[name]) for name in graph.calls}
         self.tried: dict[Hashable, tuple[CallCost, Call]] = {}
         self.sizes = {name: graph.values[name].bytes for name in graph.inputs}
@@ -134,13 +134,6 @@ class _Trials:
         )
 
 
-def recording_of(graph: Graph) -> Recording:
-    """The recording of the graph."""
-    if graph.executable is None:
-        raise OutcoreError("this graph was read from a file and cannot run; capture the model again to measure it")
-    return graph.executable[1]
-
-
 def device_name(device: torch.device) -> str:
     """The name of a device."""
     if device.type == "cuda":
@@ -181,7 +174,6 @@ def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[st
     model_names = dict(zip((*of.inputs, *of.outputs), (*call.inputs, *call.outputs), strict=True))
     model_names |= dict(zip(of.parameters, call.parameters, strict=True))
     own = {model_names[name]: size for name, size in cost.outputs.items()}
-    first: Callable[[str], str] = lambda name: graph.values[name].alias_of or name  # noqa: E731
 
     def kept(i: int, saved: Saved) -> Saved:
         if saved.kind == "derived":
@@ -191,7 +183,8 @@ def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[st
             return replace(saved, of=f"{call.name}~{i}", derived=known)
         name = model_names.get(saved.of, saved.of)
         if saved.kind == "value":  # a view keeps all of the memory it looks at
-            return replace(saved, of=first(name), bytes=sizes.get(first(name), own.get(first(name), 0)))
+            base = graph.values[name].base
+            return replace(saved, of=base, bytes=sizes.get(base, own.get(base, 0)))
         return replace(saved, of=name)
 
     return replace(

@@ -23,6 +23,7 @@ from outcore.graph import Graph
 from outcore.graph.aliasing import storage_key
 from outcore.graph.record.preserve import state_restored
 from outcore.graph.record.recording import Recording, Step
+from outcore.graph.strides import same_layout
 from outcore.ops.registry import kinds, names
 
 _REAL_LIMIT = 256 * 2**20
@@ -189,11 +190,6 @@ class _Names:
                 seen[key] = name
                 size = gradient.untyped_storage().nbytes() if key is not None else _bytes(gradient)
                 yield Gradient(name, size, None, stride)
-
-
-def same_layout(shape: Stride, first: Stride, second: Stride) -> bool:
-    """Whether strides give a tensor the same layout; the stride of a dimension of one element does not matter."""
-    return all(n == 1 or a == b for n, a, b in zip(shape, first, second, strict=True))
 
 
 def _odd_stride(gradient: torch.Tensor, of: torch.Tensor) -> Stride | None:

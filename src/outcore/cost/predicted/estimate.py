@@ -17,7 +17,7 @@ from torch import nn
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.measured.in_network_ratio import STREAMED, inside_a_network
 from outcore.cost.measured.launch_count import BETWEEN, CALL, NODE, START, SUM
-from outcore.cost.measured.saved_bytes import account, recording_of
+from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.calibration import Calibration, Prediction
 from outcore.cost.predicted.describe import describe, is_idle
@@ -68,7 +68,7 @@ def estimate(
     """
     device = machine.devices[0] if isinstance(machine, Machine) else machine
     costs = account(graph, "cuda" if device.kind == "cuda" else "cpu")
-    steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
+    steps = graph.recording.calls()
     has_tf32 = tf32 and device.kind == "cuda" and "tf32" in device.rates
 
     def precision(dtype: str) -> str:

@@ -51,7 +51,7 @@ def held_values(graph: Graph, costs: Costs, trained: Collection[str]) -> HeldVal
         held = after if value.held_until == OUTLIVES else place.get(value.held_until or "", -1)
         dies[name] = max(used, held)
         if held >= 0:
-            hold(value.alias_of or name, held)
+            hold(value.base, held)
     for call in reversed(list(graph.calls.values())):
         if call.name in trained:
             continue

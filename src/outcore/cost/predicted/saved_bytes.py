@@ -44,7 +44,7 @@ def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
         elif keep.what != "parameter":
             names = graph.calls[call].outputs[:1] if keep.what == "output" else graph.calls[call].inputs
             for name in names if keep.index is None else names[keep.index : keep.index + 1]:
-                first = graph.values[graph.values[name].alias_of or name]
+                first = graph.values[graph.values[name].base]
                 if _is_cast(graph.values[name].dtype, facts.outputs[0].dtype):
                     # Autocast computes it in float32, and backward keeps the copy and not the value.
                     size = 4 * math.prod(graph.values[name].shape)

@@ -5,8 +5,7 @@ backward; gradients of values live for a moment during backward; gradients of pa
 produces them. In forward a value also lives as long as the user's code holds it, in a variable or a list
 (`outcore.cost.predicted.held_values`); what an attribute of the model holds is there from step to step, and while the
 next one is made there are two. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer)
-and keeps a list of what is alive. The planner and the simulator use the same function, with some values *released* in
-between.
+and keeps a list of what is alive.
 
     forward    | v1 v2 v3 ........ vn |                      values needed by backward accumulate
     backward                          | gn ... g2 g1 |       and are freed, while gradients accumulate
@@ -17,7 +16,7 @@ holds them, and passes a gradient on without a copy where it can (sums, views): 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -137,7 +136,6 @@ def memory_curve(
     costs: Costs,
     *,
     optimizer: OptimizerCost | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | float = 2.0,
-    released: Collection[str] = (),
 ) -> MemoryCurve:
     """The memory of a training step of a network.
 
@@ -147,8 +145,6 @@ def memory_curve(
         costs: its costs, from `outcore.measure` or `outcore.cost.account`.
         optimizer: a class, a function of the parameters, or the size of its state over that of the
             parameters.
-        released: values whose memory is given back between their last use in forward and their first in
-            backward, by whatever policy brings them back.
     """
     if costs.fingerprint != graph.fingerprint:
         raise OutcoreError(
@@ -156,11 +152,9 @@ def memory_curve(
         )
     if not isinstance(optimizer, OptimizerCost):
         optimizer = OptimizerCost.of(optimizer, costs.device_kind)
-    firsts = {graph.values[name].alias_of or name for name in released}
-    first = _Play(graph, costs, optimizer, firsts)
-    moments = first.run()
+    moments = _Play(graph, costs, optimizer).run()
     peak = max(range(len(moments)), key=lambda i: moments[i].bytes.total)
-    again = _Play(graph, costs, optimizer, firsts, stop=peak)
+    again = _Play(graph, costs, optimizer, stop=peak)
     again.run()
     return MemoryCurve(tuple(moments), tuple(sorted(again.at_stop, key=lambda h: -h.bytes)))
 
@@ -168,10 +162,8 @@ def memory_curve(
 class _Play:
     """One step, simulated."""
 
-    def __init__(
-        self, graph: Graph, costs: Costs, optimizer: OptimizerCost, released: Collection[str], stop: int = -1
-    ) -> None:
-        self.graph, self.costs, self.optimizer, self.released, self.stop = graph, costs, optimizer, released, stop
+    def __init__(self, graph: Graph, costs: Costs, optimizer: OptimizerCost, stop: int = -1) -> None:
+        self.graph, self.costs, self.optimizer, self.stop = graph, costs, optimizer, stop
         self.order = list(graph.calls.values())
         self.trained = calls_with_backward(graph, costs)
         reached = {g.of for name in self.trained for g in costs.calls[name].gradients}
@@ -186,14 +178,14 @@ class _Play:
         self.savers: dict[str, set[str]] = {}
         for i, call in enumerate(self.order):
             for name in (*call.inputs, *call.outputs):
-                self.uses[self.first(name)] = i
+                self.uses[self.graph.values[name].base] = i
             for saved in costs.calls[call.name].saved if call.name in self.trained else ():
                 self.savers.setdefault(saved.of, set()).add(call.name)
         holding = held_values(graph, costs, self.trained)
         for name, until in holding.memory.items():
             if name in self.uses:
                 self.uses[name] = max(self.uses[name], until)
-        self.kept = {self.first(name) for name in (*graph.inputs, *graph.outputs)}
+        self.kept = {self.graph.values[name].base for name in (*graph.inputs, *graph.outputs)}
         self.outliving = holding.outliving - self.kept
         self.kept |= self.outliving
         self.branches: dict[int, list[str]] = {}
@@ -214,7 +206,7 @@ class _Play:
         self.take("optimizer", "", "state", self.optimizer.state_bytes(self.stepped))
         self.take("libraries", "", "workspace", self.costs.library_bytes)
         for name in self.graph.inputs:
-            self.take(self.first(name), "", "inputs", self.graph.values[name].bytes)
+            self.take(self.graph.values[name].base, "", "inputs", self.graph.values[name].bytes)
         for name in self.outliving:
             self.take(f"{name} of the step before", name.rpartition("#")[0], "feature_maps", self.size(name))
         for i, call in enumerate(self.order):
@@ -230,7 +222,7 @@ class _Play:
     def forward(self, i: int, call: Call, cost: CallCost) -> None:
         """Outputs appear, with what backward will need; values used for the last time are freed."""
         for name, size in cost.outputs.items():
-            if self.first(name) == name:
+            if self.graph.values[name].base == name:
                 self.take(name, call.block, "feature_maps", size)
         for saved in cost.saved:
             if saved.kind == "derived":
@@ -242,7 +234,7 @@ class _Play:
         for name in self.outliving.intersection(cost.outputs):
             self.give(f"{name} of the step before")
         for name in self.ends.get(i, ()):
-            if name not in self.kept and (name in self.released or not self.savers.get(name)):
+            if name not in self.kept and not self.savers.get(name):
                 self.give(name)
 
     def backward(self, call: Call, cost: CallCost) -> None:
@@ -347,10 +339,6 @@ class _Play:
         held = self.held.pop(name, None)
         if held is not None:
             self.sums[held.category] -= held.bytes
-
-    def first(self, name: str) -> str:
-        """The first value in the memory of a value."""
-        return self.graph.values[name].alias_of or name
 
     def size(self, name: str) -> int:
         producer = self.graph.values[name].producer

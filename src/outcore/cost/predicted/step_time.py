@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,7 @@ from torch import nn
 from outcore.cost.costs import Costs, Source
 from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph
-from outcore.machine.clock import TimedRuns, clock_for, time_calls
+from outcore.machine.clock import TimedRuns, clock_for, time_calls, wall_s
 
 _ORDER: tuple[Source, ...] = ("measured", "analytic", "scaled", "unknown")
 
@@ -189,18 +188,7 @@ def measure_optimizer(
     before = reference_work_s() if reference else 0.0
     timing = time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))
     if where.type == "cuda":
-        timing = replace(timing, lead_s=max(0.0, _from_idle_s(optimizer.step, where) - timing.median_s))
+        from_idle_s = statistics.median(wall_s(optimizer.step, where) for _ in range(5))
+        timing = replace(timing, lead_s=max(0.0, from_idle_s - timing.median_s))
     scale = 2 * reference / (before + reference_work_s()) if reference else 1.0
     return replace(timing, dispatch_s=timing.dispatch_s * scale, lead_s=timing.lead_s * scale)
-
-
-def _from_idle_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> float:
-    """Seconds from a call to its end on a device that waits for it."""
-    times = []
-    for _ in range(runs):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

@@ -82,26 +82,36 @@ def _adam_state(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else []))
 
 
-def _adam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
+def _common_numbers(group: Group) -> Numbers:
+    """What Adam and its kin share: betas, eps, and weight decay in the gradient or, decoupled, in the parameter."""
     b1, b2 = (_number(b) for b in group["betas"])
     lr, decay = _number(group["lr"]), _number(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay"))
     return {
         "b1": b1,
         "b2": b2,
-        "size": lr / (1 - b1**step),
-        "root": math.sqrt(1 - b2**step),
         "eps": _number(group["eps"]),
         "weight_decay": 0.0 if decoupled else decay,
         "shrink": 1 - lr * decay if decoupled else 1.0,
     }
 
 
-def _adam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
+def _moments(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> tuple[Tensor, Tensor]:
+    """Parameter and gradient after weight decay; the running means of the gradient and its square take it in."""
     g = _decayed(p, g, h, group)
-    p = p * h["shrink"]
     s["exp_avg"] = h["b1"] * s["exp_avg"] + (1 - h["b1"]) * g
     s["exp_avg_sq"] = h["b2"] * s["exp_avg_sq"] + (1 - h["b2"]) * g * g
+    return p * h["shrink"], g
+
+
+def _adam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
+    h = _common_numbers(group)
+    size, root = _number(group["lr"]) / (1 - h["b1"] ** step), math.sqrt(1 - h["b2"] ** step)
+    return {"b1": h["b1"], "b2": h["b2"], "size": size, "root": root, **h}  # the order in which the kernel reads them
+
+
+def _adam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
+    p, g = _moments(p, g, s, h, group)
     second = s["exp_avg_sq"]
     if "max_exp_avg_sq" in s:
         second = s["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], second)
@@ -109,38 +119,29 @@ def _adam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) ->
 
 
 def _nadam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
-    b1, b2 = (_number(b) for b in group["betas"])
-    lr, decay, rate = _number(group["lr"]), _number(group["weight_decay"]), _number(group["momentum_decay"])
+    h = _common_numbers(group)
+    b1, lr, rate = h["b1"], _number(group["lr"]), _number(group["momentum_decay"])
     mu = b1 * (1.0 - 0.5 * 0.96 ** (step * rate))
     following = b1 * (1.0 - 0.5 * 0.96 ** ((step + 1) * rate))
     kept["mu_product"] = (
         torch.tensor(kept["mu_product"], device="cpu") * mu
     ).item()  # torch keeps it in the default dtype
-    decoupled = bool(group.get("decoupled_weight_decay"))
-    return {
-        "b1": b1,
-        "b2": b2,
+    return h | {
         "now": lr * (1 - mu) / (1 - kept["mu_product"]),
         "next": lr * following / (1 - kept["mu_product"] * following),
-        "correction": 1 - b2**step,
-        "eps": _number(group["eps"]),
-        "weight_decay": 0.0 if decoupled else decay,
-        "shrink": 1 - lr * decay if decoupled else 1.0,
+        "correction": 1 - h["b2"] ** step,
     }
 
 
 def _nadam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
-    g = _decayed(p, g, h, group)
-    p = p * h["shrink"]
-    s["exp_avg"] = h["b1"] * s["exp_avg"] + (1 - h["b1"]) * g
-    s["exp_avg_sq"] = h["b2"] * s["exp_avg_sq"] + (1 - h["b2"]) * g * g
+    p, g = _moments(p, g, s, h, group)
     root = (s["exp_avg_sq"] / h["correction"]).sqrt() + h["eps"]
     return p - h["now"] * g / root - h["next"] * s["exp_avg"] / root
 
 
 def _radam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
-    b1, b2 = (_number(b) for b in group["betas"])
-    lr, decay = _number(group["lr"]), _number(group["weight_decay"])
+    h = _common_numbers(group)
+    b2 = h["b2"]
     correction = 1 - b2**step
     longest = 2 / (1 - b2) - 1
     length = longest - 2 * step * (b2**step) / correction
@@ -150,24 +151,12 @@ def _radam_numbers(group: Group, step: float, kept: Numbers) -> Numbers:
         factor = math.sqrt(
             (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         ) * math.sqrt(correction)
-    decoupled = bool(group.get("decoupled_weight_decay"))
-    return {
-        "b1": b1,
-        "b2": b2,
-        "size": lr / (1 - b1**step),
-        "factor": factor,
-        "plain": 0.0 if rectified else 1.0,
-        "eps": _number(group["eps"]),
-        "weight_decay": 0.0 if decoupled else decay,
-        "shrink": 1 - lr * decay if decoupled else 1.0,
-    }
+    size = _number(group["lr"]) / (1 - h["b1"] ** step)
+    return h | {"size": size, "factor": factor, "plain": 0.0 if rectified else 1.0}
 
 
 def _radam(p: Tensor, g: Tensor, s: State, h: dict[str, Tensor], group: Group) -> Tensor:
-    g = _decayed(p, g, h, group)
-    p = p * h["shrink"]
-    s["exp_avg"] = h["b1"] * s["exp_avg"] + (1 - h["b1"]) * g
-    s["exp_avg_sq"] = h["b2"] * s["exp_avg_sq"] + (1 - h["b2"]) * g * g
+    p, g = _moments(p, g, s, h, group)
     return p - h["size"] * s["exp_avg"] * (h["plain"] + h["factor"] / (s["exp_avg_sq"].sqrt() + h["eps"]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from outcore.graph import Call, Graph
 from outcore.graph.naming import function_name
+from outcore.graph.queries import values_by_base
 from outcore.graph.record.recording import Recording, Ref
 from outcore.graph.structure import leaves
 from outcore.ops.traits import SHARING
@@ -17,16 +18,14 @@ from outcore.ops.traits import SHARING
 def unsafe_write(graph: Graph, recording: Recording) -> str | None:
     """The first call that writes memory which another name reads, or had; None if all are private."""
     order = {name: i for i, name in enumerate(graph.calls)}
-    groups: dict[str, list[str]] = {}
-    for value in graph.values.values():
-        groups.setdefault(value.alias_of or value.name, []).append(value.name)
+    groups = values_by_base(graph)
     itself = state_in_place(recording)
     from_state = _views_of_state(recording)
     for call in graph.calls.values():
         for name in call.mutates:
             if name in itself:
                 continue
-            root = graph.values[name].alias_of or name
+            root = graph.values[name].base
             if root in graph.inputs or from_state & set(groups[root]):
                 return call.name
             line = {name, *call.outputs}

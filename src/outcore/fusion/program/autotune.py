@@ -32,7 +32,7 @@ from outcore.fusion.memory_forecast import Forecast, forecast
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import convolution
 from outcore.fusion.runner import RunMode
-from outcore.machine.clock import time_calls
+from outcore.machine.clock import synchronize, time_calls
 
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
@@ -270,10 +270,10 @@ def time_steps(
     """Seconds per call, the median or the fastest of several rounds, after some calls that are not counted."""
     for _ in range(warm if device.type == "cuda" else 1):
         step()
-    _wait(device)
+    synchronize(device)
     begun = time.perf_counter()
     step()
-    _wait(device)
+    synchronize(device)
     calls = 5 if (time.perf_counter() - begun) < seconds / 10 else 1
     rounds: list[float] = []
     begun = time.perf_counter()
@@ -281,14 +281,9 @@ def time_steps(
         start = time.perf_counter()
         for _ in range(calls):
             step()
-        _wait(device)
+        synchronize(device)
         rounds.append((time.perf_counter() - start) / calls)
     return min(rounds) if fastest else statistics.median(rounds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) -> dict[str, int]:

@@ -84,15 +84,13 @@ class StackedProgram:
         """Record a step of the members on a batch."""
         with rnn_weights_anywhere():
             graph = _settled(members, args)
-        assert graph.executable is not None
-        recording = graph.executable[1]
+        recording = graph.recording
         others: dict[int, Recording] = {}
         reference = _signature(members[0])
         for slot, member in enumerate(members[1:], 1):
             if _signature(member) != reference:
                 made = capture(member, args)
-                assert made.executable is not None
-                others[slot] = made.executable[1]
+                others[slot] = made.recording
         for slot, other in others.items():
             _check_alike(recording, other, slot)
         differing = frozenset(
@@ -181,15 +179,13 @@ def _settled(members: Sequence[MemberTraining], args: tuple[Any, ...]) -> Graph:
     """The graph of the first member, after all have done what forward does in their first call: hooks that it
     registers, settings that it completes."""
     graph = capture(members[0], args)
-    assert graph.executable is not None
-    effects = graph.executable[1].effects
+    effects = graph.recording.effects
     if not effects or not effects.repeatable:
         return graph
     before = ModelState(members[0], ())
     _repeat(effects, members[0])
     settled = capture(members[0], args)
-    assert settled.executable is not None
-    if settled.executable[1].effects:  # it is done in every call
+    if settled.recording.effects:  # it is done in every call
         before.restore()
         return graph
     for member in members[1:]:

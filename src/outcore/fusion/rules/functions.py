@@ -25,6 +25,7 @@ from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, layer_norm, rms_norm
 from outcore.graph.naming import function_name
+from outcore.graph.strides import is_dense
 from outcore.ops.registry import Facet, find, kinds, spatial_dims
 from outcore.ops.signature import SIGNATURES
 
@@ -128,7 +129,7 @@ class _Extreme(torch.autograd.Function):
         values, where = function(x, dim, keepdim)
         ctx.save_for_backward(where)
         ctx.dim, ctx.keepdim = dim, keepdim
-        ctx.shape, ctx.stride = x.shape, x.stride() if _is_dense(x) else None
+        ctx.shape, ctx.stride = x.shape, x.stride() if is_dense(x.shape, x.stride()) else None
         ctx.mark_non_differentiable(where)
         return values, where
 
@@ -139,16 +140,6 @@ class _Extreme(torch.autograd.Function):
             where, grad = where.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
         into = grad.new_empty(ctx.shape) if ctx.stride is None else grad.new_empty_strided(ctx.shape, ctx.stride)
         return into.zero_().scatter_(ctx.dim, where, grad), None, None, None
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the elements fill a piece of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 FUNCTION_RULES.add(_bound(linear), "linear")

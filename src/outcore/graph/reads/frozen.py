@@ -79,7 +79,7 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, np.ndarray):
         return kind, value.shape, value.dtype, hashlib.sha1(value.tobytes()).digest()
     if isinstance(value, _GENERATORS):
-        return kind, repr(_state(value))
+        return kind, repr(generator_state(value))
     if isinstance(value, MethodType):
         return kind, SameObject(value.__func__), SameObject(value.__self__)
     if isinstance(value, functools.partial):
@@ -148,7 +148,8 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(own + n if n.startswith("__") and not n.endswith("__") else n for n in listed)
 
 
-def _state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """The state of a random generator of Python or NumPy."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):

@@ -124,10 +124,10 @@ class Snapshot:
         there = {id(a.__dict__): b.__dict__ for a, b in pairs}
         places = [LookupPlace(there.get(id(p.owner), p.owner), p.name, p.description, p.item) for p, _ in self._values]
         used = self._used if other is model else None
-        return Snapshot(other, [(p, _frozen_at(p)) for p in places], used)
+        return Snapshot(other, [(p, frozen_at(p)) for p in places], used)
 
     def _frozen(self, place: LookupPlace) -> Any:
-        return relaxed(_frozen_at(place), self._used)
+        return relaxed(frozen_at(place), self._used)
 
     def _describe(self, module: nn.Module, name: str) -> str:
         return describe_attribute(module, self._paths.get(id(module), ""), name)
@@ -199,7 +199,8 @@ class Snapshot:
 _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.Tensor, nn.Module, torch.dtype, torch.device)
 
 
-def _frozen_at(place: LookupPlace) -> Any:
+def frozen_at(place: LookupPlace) -> Any:
+    """A copy of what a name refers to now; `GONE` where it does not exist."""
     value = place.read()
     return GONE if value is GONE else frozen(value)
 

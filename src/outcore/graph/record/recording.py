@@ -113,6 +113,10 @@ class Recording:
     effects: Effects | None = None
     """What the model's code does to the model beside what the steps do."""
 
+    def calls(self) -> dict[str, Step]:
+        """The steps that compute something, by the names of their calls; guards only compare a value."""
+        return {step.name: step for step in self.steps if step.kind != "guard"}
+
     def run(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> Any:
         """Run the model again; returns what the model returns."""
         if self.effects is not None:

@@ -20,9 +20,15 @@ from torch import nn
 from outcore.errors import CaptureError
 from outcore.graph.naming import kind_of
 from outcore.graph.reads.attributes import AttributeReads
-from outcore.graph.reads.frozen import GONE, attributes_of, frozen
-from outcore.graph.reads.functions import LookupPlace
-from outcore.graph.reads.snapshot import Snapshot, attribute_places, describe_attribute, outer_places, read_places
+from outcore.graph.reads.frozen import GONE, attributes_of, frozen, generator_state
+from outcore.graph.reads.snapshot import (
+    Snapshot,
+    attribute_places,
+    describe_attribute,
+    frozen_at,
+    outer_places,
+    read_places,
+)
 from outcore.graph.reads.writes import Effects, ModuleWrite, change_of, templated
 
 
@@ -34,12 +40,12 @@ class WatchedRun:
         self.reads = AttributeReads(model)
         self._paths = {id(m): path for path, m in model.named_modules()}
         self._leaves = {id(m) for m in self.reads.modules if kind_of(m) != "container"}
-        self._attributes = [(m, place, _copied(place)) for m, place in attribute_places(model)]
-        self._outer = [(place, _copied(place)) for place in outer_places(model)]
+        self._attributes = [(m, place, frozen_at(place)) for m, place in attribute_places(model)]
+        self._outer = [(place, frozen_at(place)) for place in outer_places(model)]
         self._contents = {(id(m), p.name): _content(m.__dict__[p.name]) for m, p, _ in self._attributes}
         self._hooks = {id(m): {name: dict(m.__dict__[name]) for name in _hook_tables(m)} for m in self.reads.modules}
         self._buffers = {id(m): dict(m._buffers) for m in self.reads.modules if id(m) not in self._leaves}
-        self._generators = [(g, _state_of(g)) for g in self._found_generators()]
+        self._generators = [(g, generator_state(g)) for g in self._found_generators()]
         self._drawn: set[int] = set()
         """Generators that the run has drawn from."""
         self._repeated: set[int] = set()
@@ -53,7 +59,7 @@ class WatchedRun:
                 yield
         finally:
             for generator, state in self._generators:
-                if repr(_state_of(generator)) != repr(state):
+                if repr(generator_state(generator)) != repr(state):
                     self._drawn.add(id(generator))
                     _set_state(generator, state)
 
@@ -64,12 +70,12 @@ class WatchedRun:
             ref: makes the placeholder of a tensor of the run in a template.
         """
         writes: list[ModuleWrite] = []
-        lost = [place.description for place, then in self._outer if _copied(place) != then]
+        lost = [place.description for place, then in self._outer if frozen_at(place) != then]
         places = [*(p for p, _ in self._outer), *(p for _, p, _ in self._attributes)]
         lost += [place.description for place in places if id(place.read()) in self._drawn]
         known = {(id(m), p.name) for m, p, _ in self._attributes}
         for module, place, then in self._attributes:
-            if _copied(place) == then:
+            if frozen_at(place) == then:
                 continue
             if id(module) in self._leaves:
                 self._repeated.add(id(place))
@@ -102,7 +108,7 @@ class WatchedRun:
         known = [(m, p) for m, p, _ in self._attributes if id(p) not in self._repeated]
         found, missing = read_places(self.model, self.reads, known)
         copies = {id(p): then for _, p, then in self._attributes}
-        values = [(p, copies[id(p)] if id(p) in copies else _copied(p)) for p in found]
+        values = [(p, copies[id(p)] if id(p) in copies else frozen_at(p)) for p in found]
         used = frozenset(map(id, constants))
         return Snapshot(self.model, [*values, *((p, GONE) for p in missing), *self._outer], used)
 
@@ -166,17 +172,6 @@ def _content(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, nn.Module, type)) or (inside := attributes_of(value)) is None:
         return None
     return {name: (entry, frozen(entry)) for name, entry in inside.items()}
-
-
-def _copied(place: LookupPlace) -> Any:
-    value = place.read()
-    return GONE if value is GONE else frozen(value)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:

@@ -49,7 +49,7 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def as_made(self) -> torch.Tensor:
-        """Its numbers without what was written into them later, outside of autograd."""
+        """The numbers of the tensor as it was made, without later writes that autograd did not see."""
         raise NotImplementedError
 
 

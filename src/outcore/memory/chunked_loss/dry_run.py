@@ -23,11 +23,10 @@ from outcore.planner.memory.chunked_region import ChunkedRegion
 
 def stays_lazy(region: ChunkedRegion, graph: Graph, model: nn.Module) -> bool:
     """Whether the result of the region's layer is never made whole."""
-    assert graph.executable is not None
     result = graph.values[graph.calls[region.head].outputs[0]]
     lazy = _lazy(result.shape, getattr(torch, result.dtype), region.rows)
     values: dict[str, Any] = {result.name: lazy}
-    steps = {step.name: step for step in graph.executable[1].steps}
+    steps = {step.name: step for step in graph.recording.steps}
 
     def given(ref: Ref) -> Any:
         if ref.name in values:

@@ -136,7 +136,7 @@ class OperandGradients:
         return self
 
     def result(self) -> tuple[Any, Any, Any]:
-        """In the shapes and types of the operands."""
+        """The gradients in the shapes and types of the operands."""
         head = self.head
         x = self.x.view(head.x.shape).to(head.x.dtype) if self.x is not None else None
         weight = self.weight.to(head.weight.dtype) if self.weight is not None else None

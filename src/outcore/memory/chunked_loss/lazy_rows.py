@@ -127,7 +127,7 @@ class LazyRows(LazyTensor):
         return self._raw
 
     def as_made(self) -> torch.Tensor:
-        """Its numbers without what was written into them later, outside of autograd."""
+        """The numbers of the tensor as it was made, without later writes that autograd did not see."""
         here: LazyRows | None = self
         while here is not None and not here.written:
             here = here.parent

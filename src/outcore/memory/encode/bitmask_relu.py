@@ -24,6 +24,7 @@ from torch import nn
 from outcore.cost.buffers import Buffer
 from outcore.graph import Graph
 from outcore.graph.record.recording import Step
+from outcore.graph.strides import has_known_format
 from outcore.memory.encode.bitmask import rectified, through, unpack_bits
 from outcore.memory.op_fusion.pattern import hooked
 from outcore.program.policies import Policies
@@ -91,12 +92,7 @@ def _suits(x: torch.Tensor, *, inplace: bool) -> bool:
     if not (torch.is_grad_enabled() and x.requires_grad) or x.dtype not in _FLOATS or type(x) is not torch.Tensor:
         return False
     whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
-    return whole and _ordered(x) and not (inplace and (x._is_view() or x.is_leaf))
-
-
-def _ordered(x: torch.Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
+    return whole and has_known_format(x) and not (inplace and (x._is_view() or x.is_leaf))
 
 
 def relu_by_bits(x: torch.Tensor, *, inplace: bool = False) -> torch.Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import _thread
 import sys
 import weakref
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -180,10 +179,10 @@ class HostBuffer:
 class DiskBackend:
     """A scratch file."""
 
-    def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         self.device = torch.device("cpu")
         self.workers = WorkerThreads(2, "outcore-disk")
-        self.scratch = ScratchFile(capacity_bytes, directory)
+        self.scratch = ScratchFile(capacity_bytes)
         self.arena = self.scratch.arena
 
     def evict(self, flat: torch.Tensor) -> DiskBuffer:

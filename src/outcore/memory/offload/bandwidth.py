@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import torch
 
+from outcore.machine.clock import wall_s
 from outcore.memory.cuda_graphs.pool import without_limit
 from outcore.memory.offload.backends import DiskBackend, HostBackend
 from outcore.memory.offload.host_limit import host_limit_bytes
@@ -42,7 +44,7 @@ def _measured_host(device: torch.device, size: int) -> OffloadTarget:
     below = HostBackend(device, size)  # the very kind of memory that buffers will go to
     host, there = below.memory, torch.empty(size, dtype=torch.uint8, device=device)
     there.copy_(host)
-    out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
+    out, back = _fastest_s(lambda: host.copy_(there), device), _fastest_s(lambda: there.copy_(host), device)
     below.close()
     # Both ways at once share the bus a little, and kernels share the memory with the copies.
     return OffloadTarget(0.85 * size / out, 0.85 * size / back)
@@ -86,18 +88,8 @@ def _copy_rate(device: torch.device) -> float:
     a = torch.empty(_PROBE_BYTES[device.type] // 4, device=device)
     b = torch.empty_like(a)
     b.copy_(a)
-    return 2 * a.nbytes / _seconds(lambda: b.copy_(a))
+    return 2 * a.nbytes / _fastest_s(lambda: b.copy_(a), device)
 
 
-def _seconds(run: object) -> float:
-    assert callable(run)
-    times = []
-    for _ in range(3):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _fastest_s(run: Callable[[], object], device: torch.device) -> float:
+    return min(wall_s(run, device) for _ in range(3))

@@ -19,13 +19,13 @@ class CopyEvent(Protocol):
     """The end of a copy, or of what was computed before one."""
 
     def wait(self) -> None:
-        """Let what is computed from here on come after it."""
+        """Let what the device computes from here on begin after the copy."""
 
     def finish(self) -> None:
-        """Let the host wait for it."""
+        """Block the host until the copy is over."""
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the copy is over."""
 
 
 Copy = tuple[torch.Tensor, torch.Tensor, Sequence[CopyEvent]]
@@ -42,7 +42,7 @@ class RoundTripCopy(Protocol):
 
 
 class CopyStreams(Protocol):
-    """Enqueues copies."""
+    """Enqueues copies between a device and its host, beside the computing."""
 
     def now(self) -> CopyEvent:
         """The end of what was computed so far."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.offload.pinning import pin, unpin
+from outcore.memory.offload.scratch_file import allocated_file
 
 
 class OffDeviceStorage(Protocol):
@@ -58,20 +57,13 @@ class PinnedStorage:
 class FileStorage:
     """A file without a name, mapped into memory: it is gone when the last tensor in it is."""
 
-    def __init__(self, size: int, directory: str | Path | None = None) -> None:
-        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
-        file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
+    def __init__(self, size: int) -> None:
+        file, path = allocated_file(size, "offload less of the state")
         try:
-            os.posix_fallocate(file, 0, size)  # a mapped page for which there is no room would kill the process
-            self.memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        except OSError as error:
-            raise OutcoreError(
-                f"the plan needs {size / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; set OUTCORE_SCRATCH "
-                "to a folder with more room, or offload less of the state"
-            ) from None
+            self.memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         finally:
             os.close(file)
-            Path(path).unlink()
+            path.unlink()
 
     def close(self) -> None:
         """Nothing to do: the mapping ends with the memory."""

@@ -17,22 +17,33 @@ from outcore.errors import OutcoreError
 from outcore.memory.offload.arena import Arena, ArenaBlock
 
 
+def allocated_file(size: int, otherwise: str) -> tuple[int, Path]:
+    """The descriptor and path of a new file with room for `size` bytes, in the folder for temporary files.
+
+    Raises:
+        OutcoreError: the disk has less room; `otherwise` says what else to do.
+    """
+    folder = Path(os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+    file, name = tempfile.mkstemp(prefix="outcore-", dir=folder)
+    try:
+        if size:
+            os.posix_fallocate(file, 0, size)  # a mapped page for which there is no room would kill the process
+    except OSError as error:
+        os.close(file)
+        Path(name).unlink()
+        raise OutcoreError(
+            f"the plan needs {size / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; set OUTCORE_SCRATCH to a "
+            f"folder with more room, or {otherwise}"
+        ) from None
+    return file, Path(name)
+
+
 class ScratchFile:
     """Gives out blocks of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""
 
-    def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
-        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
-        self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
-        Path(path).unlink()
-        try:
-            if capacity_bytes:
-                os.posix_fallocate(self.file, 0, capacity_bytes)
-        except OSError as error:
-            self.close()
-            raise OutcoreError(
-                f"the plan needs {capacity_bytes / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; "
-                "set OUTCORE_SCRATCH to a folder with more room, or plan with a larger memory budget"
-            ) from None
+    def __init__(self, capacity_bytes: int) -> None:
+        self.file, path = allocated_file(capacity_bytes, "plan with a larger memory budget")
+        path.unlink()
         self.arena = Arena(capacity_bytes)
 
     def take(self, size: int) -> ArenaBlock:

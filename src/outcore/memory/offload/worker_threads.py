@@ -27,7 +27,7 @@ _PATIENCE_S = 10.0
 
 
 class WorkerTask(Generic[T]):
-    """One call on a thread of its own."""
+    """One call that a worker thread makes, and what came of it."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call: Callable[[], T] | None = call
@@ -38,7 +38,7 @@ class WorkerTask(Generic[T]):
         self.running.acquire()
 
     def run(self) -> None:
-        """On the worker's side."""
+        """Make the call; only the worker thread runs this."""
         assert self.call is not None
         try:
             self.found = self.call()
@@ -48,7 +48,7 @@ class WorkerTask(Generic[T]):
         self.running.release()
 
     def wait(self, most_s: float = -1) -> None:
-        """Until it is over, well or not, or so long."""
+        """Wait until the call is over, whether it returned or raised, or until `most_s` seconds have passed."""
         if not self.over and self.running.acquire(timeout=most_s):
             self.running.release()
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from outcore.cost.costs import Costs
 from outcore.graph import Graph
-from outcore.graph.parts import Value
 from outcore.graph.record.recording import Ref, Step
+from outcore.graph.strides import has_known_format
 from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion.pattern import ReaderPatterns
-from outcore.memory.saved_tensors.recompute_batch_norm import dense
+from outcore.memory.op_fusion.rewrite import as_it_is
 from outcore.ops.registry import names
 
 Sums = Mapping[str, str]
@@ -46,21 +46,17 @@ def _alike(step: Step, graph: Graph) -> bool:
     if any(a.kind != "value" for a in step.args):
         return False
     one, other = (graph.values[a.name] for a in step.args)
-    return _place(one) != _place(other) and (one.shape, one.stride, one.dtype) == (
+    return one.base != other.base and (one.shape, one.stride, one.dtype) == (
         other.shape,
         other.stride,
         other.dtype,
     )
 
 
-def _place(value: Value) -> str:
-    return value.alias_of or value.name
-
-
 def _writes_over(graph: Graph, name: str, relu: str) -> bool:
     """Whether a ReLU overwrites the sum in place."""
     total, result = (graph.values[graph.calls[call].outputs[0]] for call in (name, relu))
-    return _place(total) == _place(result)
+    return total.base == result.base
 
 
 def as_summed(costs: Costs, sums: Sums) -> Costs:
@@ -73,18 +69,13 @@ def as_summed(costs: Costs, sums: Sums) -> Costs:
 
 def summed(graph: Graph, sums: Sums) -> dict[str, Step]:
     """The steps that replace the recorded ones."""
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     found = {}
     for name, relu in sums.items():
         inplace = graph.blocks[graph.calls[name].block].type != "add"
         found[name] = replace(steps[name], target=_Summed(inplace))
-        found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
+        found[relu] = replace(steps[relu], kind="function", target=as_it_is)
     return found
-
-
-def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return x
 
 
 class _Summed:
@@ -94,7 +85,7 @@ class _Summed:
         self.inplace = inplace
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if x.shape != y.shape or x.stride() != y.stride() or x.dtype != y.dtype or not dense(x):
+        if x.shape != y.shape or x.stride() != y.stride() or x.dtype != y.dtype or not has_known_format(x):
             return torch.relu_(x.add_(y) if self.inplace else x + y)
         result: torch.Tensor = _Sum.apply(x, y, self.inplace)  # type: ignore[no-untyped-call]
         return result

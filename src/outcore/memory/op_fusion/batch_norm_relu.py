@@ -24,9 +24,11 @@ from torch import nn
 
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
+from outcore.graph.strides import has_known_format, known_format
 from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import Norms
-from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, dense, memory_format, normalised, usual_order
+from outcore.memory.op_fusion.rewrite import as_it_is
+from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, normalised, usual_order
 from outcore.ops.registry import of_layer, operation
 
 
@@ -51,19 +53,14 @@ def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
 
 def replacements(graph: Graph, model: nn.Module, norms: Norms) -> dict[str, Step]:
     """The steps that replace the recorded ones, where these norms are fused."""
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     found = {}
     for norm, relu in norms.items():
         module = model.get_submodule(steps[norm].target)
         found[norm] = replace(steps[norm], kind="function", target=_Fused(module, relu is not None))
         if relu is not None:
-            found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
+            found[relu] = replace(steps[relu], kind="function", target=as_it_is)
     return found
-
-
-def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return x
 
 
 class _Fused:
@@ -76,7 +73,7 @@ class _Fused:
         if x.numel() <= x.shape[1]:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         module: Any = self.module
-        x = x if dense(x) else x.contiguous()
+        x = x if has_known_format(x) else x.contiguous()
         given = (x, module.weight, module.bias, module, self.relu)
         result: torch.Tensor = _Norm.apply(*given)  # type: ignore[no-untyped-call]
         return result
@@ -99,7 +96,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Two sums per channel, then the gradient of the input, each in one pass."""
         x, found = ctx.saved_tensors
-        gradient = gradient.contiguous(memory_format=memory_format(x))
+        gradient = gradient.contiguous(memory_format=known_format(x))
         if x.is_cuda:
             from outcore.kernels.batch_norm_relu_backward import gradients
 

@@ -25,10 +25,10 @@ from torch import nn
 from outcore.cost.costs import CallCost, Costs
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
+from outcore.graph.strides import has_known_format, known_format
 from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import RATE, less, totals
-from outcore.memory.saved_tensors.recompute_batch_norm import dense, memory_format
 
 Biases = Mapping[str, str]
 """Call of a convolution -> call of the ReLU that is the only reader of its output."""
@@ -80,8 +80,7 @@ def _times(cost: CallCost) -> list[TimedRuns]:
 
 def rectifiers(graph: Graph, model: nn.Module, biases: Biases) -> dict[str, Step]:
     """The steps that replace the recorded ones, where biases are fused with their ReLUs."""
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     found = {}
     for convolution, relu in biases.items():
         module = model.get_submodule(steps[convolution].target)
@@ -110,7 +109,7 @@ class _Rectifier:
 
     def __call__(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         module: Any = self.module
-        if not dense(x):
+        if not has_known_format(x):
             return torch.relu_(x.add_(module.bias.to(x.dtype).view(-1, *(1,) * (x.dim() - 2))))
         result: torch.Tensor = _Biased.apply(x, module.bias)  # type: ignore[no-untyped-call]
         return result
@@ -137,7 +136,7 @@ class _Biased(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """The gradient where the output is above zero, and its sums, in one pass."""
         (y,) = ctx.saved_tensors
-        gradient = gradient.contiguous(memory_format=memory_format(y))
+        gradient = gradient.contiguous(memory_format=known_format(y))
         if y.is_cuda:
             from outcore.kernels.bias_relu import gradients
 

@@ -129,8 +129,7 @@ def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issu
 
 def rewrite(to: Rewrite, norms: LayerNorms, model: nn.Module, rate: float) -> None:
     """Replace layer norms by their one-pass form in a network."""
-    assert to.graph.executable is not None
-    steps = {s.name: s for s in to.graph.executable[1].steps if s.kind != "guard"}
+    steps = to.graph.recording.calls()
     for name, norm in norms.items():
         _costs(to, norm, rate)
         step, out = steps[name], to.graph.calls[name].outputs[0]
@@ -147,7 +146,7 @@ def _costs(to: Rewrite, norm: FusedLayerNorm, rate: float) -> None:
     graph, cost = to.graph, to.rows[norm.call]
     x, out = graph.values[norm.input], graph.calls[norm.call].outputs[0]
     before, now = graph.values[out].bytes, math.prod(graph.values[out].shape) * _ITEM_BYTES[norm.kind]
-    first = x.alias_of or x.name
+    first = x.base
     kept = (*(s for s in cost.saved if s.kind == "parameter"), Saved(first, "value", graph.values[first].bytes))
     sums = 2 if any(g.of not in graph.values for g in cost.gradients) else 0
     rows, turned = RATE * rate, 0 if x.stride == _contiguous(x.shape) else x.bytes

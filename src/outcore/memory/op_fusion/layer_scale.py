@@ -38,7 +38,7 @@ from outcore.memory.op_fusion.layer_scale_match import ScaledBranch, scaled_bran
 from outcore.memory.op_fusion.layer_scale_sum import LayerScaleSum
 from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
-from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
+from outcore.memory.op_fusion.rewrite import Rewrite, as_it_is, copy_of, written_later
 
 Scales = Mapping[str, ScaledBranch]
 """By the call of the sum."""
@@ -95,8 +95,7 @@ def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued:
 
 def rewrite(to: Rewrite, scales: Scales, rate: float) -> None:
     """Replace scaled branches and their sums by one operation each in a network."""
-    assert to.graph.executable is not None
-    steps = {s.name: s for s in to.graph.executable[1].steps if s.kind != "guard"}
+    steps = to.graph.recording.calls()
     for name, row in scales.items():
         _costs(to, row, rate)
         (out,) = to.calls[name].outputs
@@ -104,13 +103,13 @@ def rewrite(to: Rewrite, scales: Scales, rate: float) -> None:
             to.renamed(before, out)
         x = to.values[row.input]
         for value in row.between:
-            to.values[value] = replace(to.values[value], alias_of=x.alias_of or x.name, dtype=x.dtype, bytes=x.bytes)
+            to.values[value] = replace(to.values[value], alias_of=x.base, dtype=x.dtype, bytes=x.bytes)
         given = row.input
         for product in row.products:
             call = to.calls[product]
             given = given if product == row.products[0] else next(v for v in call.inputs if v != row.noise)
             to.calls[product] = replace(call, inputs=(given,), parameters=(), mutates=())
-            to.steps[product] = replace(steps[product], target=_as_it_is, args=(Ref("value", given),))
+            to.steps[product] = replace(steps[product], target=as_it_is, args=(Ref("value", given),))
         more = () if row.noise is None else (row.noise,)
         to.calls[name] = replace(
             to.calls[name], inputs=(row.branch, row.residual, *more), parameters=(row.scale,), mutates=()
@@ -151,9 +150,9 @@ def _costs(to: Rewrite, row: ScaledBranch, rate: float) -> None:
     (out,), x = graph.calls[row.call].outputs, to.values[row.input]
     size, rows = graph.values[out].bytes, RATE * rate
     old = [to.rows[name] for name in (*row.products, row.call)]
-    kept = [Saved(x.alias_of or x.name, "value", to.values[x.alias_of or x.name].bytes)]
+    kept = [Saved(x.base, "value", to.values[x.base].bytes)]
     if row.noise is not None:
-        noise = graph.values[row.noise].alias_of or row.noise
+        noise = graph.values[row.noise].base
         kept.append(Saved(noise, "value", graph.values[noise].bytes))
     kept += [s for s in product.saved if s.kind == "parameter"]
     width = graph.values[row.branch].shape[row.dim]
@@ -200,7 +199,3 @@ def _timed(before: list[TimedRuns | None], seconds: float) -> TimedRuns | None:
         return None
     took, issue = sum(t.median_s for t in known), sum(t.dispatch_s for t in known)
     return TimedRuns.of([min(took, seconds) if issue else took], dispatch_s=_ISSUE * issue)
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x

@@ -114,11 +114,11 @@ class _Walk:
     def alike(self, call: str, branch: str, residual: str) -> bool:
         """Whether both operands have the same layout and separate memory, and the sum overwrites nothing but the
         branch."""
-        values, first = self.graph.values, self.after.first
+        values = self.graph.values
         a, b, out = (values[v] for v in (branch, residual, self.graph.calls[call].outputs[0]))
         same = a.shape == b.shape == out.shape and a.stride == b.stride == out.stride and b.dtype in _FLOATS
-        over = all(first(v) == first(branch) for v in self.graph.calls[call].mutates)
-        return same and over and first(branch) != first(residual)
+        over = all(values[v].base == a.base for v in self.graph.calls[call].mutates)
+        return same and over and a.base != b.base
 
     def scale(self, step: Step, out: str, branch: str) -> tuple[str, int, str] | None:
         """The parameter, its dimension in the branch and what it multiplies, if a product is by a parameter per

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outcore.memory.saved_tensors.recompute_batch_norm import dense
+from outcore.graph.strides import has_known_format
 
 
 class LayerScaleSum:
@@ -26,7 +26,12 @@ class LayerScaleSum:
         self, x: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         width, numbers = x.shape[self.dim], x.numel()
-        whole = dense(x) and x.stride() == residual.stride() and x.stride(self.dim) == 1 and scale.numel() == width
+        whole = (
+            has_known_format(x)
+            and x.stride() == residual.stride()
+            and x.stride(self.dim) == 1
+            and scale.numel() == width
+        )
         outermost = noise is None or noise.numel() == 1 or x.stride(0) * noise.numel() == numbers
         if not whole or not outermost or not numbers:
             by = scale.reshape([width if i == self.dim else 1 for i in range(x.dim())])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import nn
 
 from outcore.graph import Graph
-from outcore.graph.record.recording import Step
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
 
 
@@ -17,9 +16,8 @@ class ReaderPatterns:
     """Looks up the readers of values in one network."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
-        assert graph.executable is not None
         self.graph, self.model = graph, model
-        self.steps: dict[str, Step] = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+        self.steps = graph.recording.calls()
         """Call -> how it runs."""
         self._readers: dict[str, list[str]] = {}
         for name, call in graph.calls.items():
@@ -38,10 +36,6 @@ class ReaderPatterns:
         """The calls that read a value by its name."""
         return self._readers.get(value, [])
 
-    def first(self, value: str) -> str:
-        """The first value in the memory that a value lies in."""
-        return self.graph.values[value].alias_of or value
-
     def behind_views(self, value: str) -> list[str]:
         """The calls that read the memory that begins with a value, directly or through views; empty if the user sees
         it.
@@ -55,7 +49,7 @@ class ReaderPatterns:
                 return []
             for name in self._readers.get(seen, ()):
                 call = self.graph.calls[name]
-                views = [v for v in call.outputs if self.first(v) == value and v not in call.mutates]
+                views = [v for v in call.outputs if self.graph.values[v].base == value and v not in call.mutates]
                 alike = all(self.graph.values[v].dtype == self.graph.values[value].dtype for v in views)
                 if views and views == list(call.outputs) and alike and not call.mutates and not self.hooked(name):
                     waiting += views

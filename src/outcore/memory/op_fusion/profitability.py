@@ -52,7 +52,7 @@ def worth_fusing(
     """
     rows = list(norms.items())
     saved = {name: _saved_s(name, relu, costs, memory_bytes_per_s) for name, relu in rows}
-    added = {name: (_ISSUE - 1) * _issue_s(name, relu, costs) for name, relu in rows}
+    added = {name: (_ISSUE - 1) * sum(t.dispatch_s for t in _times(name, relu, costs)) for name, relu in rows}
     taken = ahead(saved, added, costs, issued=issued)
     return {name: relu for name, relu in rows if name in taken}
 
@@ -119,10 +119,6 @@ def _saved_s(name: str, relu: str | None, costs: Costs, rate: float) -> float:
     return now - (_FORWARD + _BACKWARD) * costs.calls[name].output_bytes / (RATE * rate)
 
 
-def _issue_s(name: str, relu: str | None, costs: Costs) -> float:
-    return sum(t.dispatch_s for t in _times(name, relu, costs))
-
-
 def _times(name: str, relu: str | None, costs: Costs) -> list[TimedRuns]:
     calls = [costs.calls[call] for call in (name, relu) if call is not None]
     return [t for c in calls for t in (c.forward, c.backward) if t is not None]
@@ -148,7 +144,7 @@ _SLOWER = 1.05
 
 
 class AbTest:
-    """For each way of calling a model, which norms are faster."""
+    """Tries the library's norms against the fused ones, for each way of calling a model, and keeps the faster."""
 
     def __init__(self) -> None:
         self.waiting: dict[Hashable, tuple[PlannedCall, float]] = {}

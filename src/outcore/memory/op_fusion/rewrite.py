@@ -7,8 +7,10 @@ recording and costs are rewritten before anything is planned. The user's own rec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.saved import Saved
@@ -35,7 +37,7 @@ class Rewrite:
 
     def sharing(self, value: str) -> list[str]:
         """The values in the memory that begins with one."""
-        return [name for name, other in self.values.items() if (other.alias_of or name) == value]
+        return [name for name, other in self.values.items() if other.base == value]
 
     def renamed(self, old: str, new: str) -> None:
         """Rename a buffer that began with one value and begins with another now, in everything that refers to it."""
@@ -83,18 +85,19 @@ def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:
         return None
     for saved in cost.saved:
         of = saved.cast_of if saved.derived is not None and saved.derived.dtype in ("float16", "bfloat16") else ""
-        if of in graph.values and _first(graph.values, of) == _first(graph.values, value):  # else of a parameter
+        if of in graph.values and graph.values[of].base == graph.values[value].base:  # else of a parameter
             return saved
     return None
 
 
 def written_later(graph: Graph, value: str, call: str) -> bool:
     """Whether the memory of a value is overwritten after a call has read it."""
-    first = _first(graph.values, value)
+    first = graph.values[value].base
     order = list(graph.calls)
     later = order[order.index(call) + 1 :]
-    return any(_first(graph.values, v) == first for name in later for v in graph.calls[name].mutates)
+    return any(graph.values[v].base == first for name in later for v in graph.calls[name].mutates)
 
 
-def _first(values: Mapping[str, Value], name: str) -> str:
-    return values[name].alias_of or name
+def as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """What is left of a call whose work another one does now: its input."""
+    return x

@@ -44,7 +44,7 @@ class SelectedFusions:
     def worth_it(
         cls, graph: Graph, model: nn.Module, costs: Costs, rate: float, device: torch.device, *, issued: bool
     ) -> SelectedFusions:
-        """Those that are expected to pay.
+        """The fusions that are expected to make a step faster.
 
         Args:
             graph: the network.
@@ -109,12 +109,11 @@ class SelectedFusions:
 
         def free(name: str, relu: str) -> bool:
             before, after = (graph.values[graph.calls[call].outputs[0]] for call in (name, relu))
-            unseen = (after.alias_of or after.name) == before.name or before.name not in planned
+            unseen = after.base == before.name or before.name not in planned
             return name not in others and relu not in others and unseen
 
         biases = {name: relu for name, relu in self.biases.items() if free(name, relu)}
         sums = {name: relu for name, relu in self.sums.items() if name not in others and relu not in others}
         found = rectifiers(graph, model, biases) | summed(graph, sums) | replacements(graph, model, self.norms)
-        assert graph.executable is not None
         rewritten = {*self.layer_norms, *self.scales, *(call for row in self.scales.values() for call in row.products)}
-        return found | {s.name: s for s in graph.executable[1].steps if s.name in rewritten}
+        return found | {s.name: s for s in graph.recording.steps if s.name in rewritten}

@@ -24,7 +24,7 @@ from outcore.memory.offload.copy_streams import copy_streams_for
 from outcore.memory.param_offload.buckets import Bucket, BucketTensor, Use, make_buckets
 from outcore.memory.param_offload.device_window import AllocatorWindow
 from outcore.memory.param_offload.flat_buffer import FlatBuffer
-from outcore.memory.replay.replay_buffer import SavedHandle
+from outcore.memory.replay.replay_buffer import SavedHandle, unpack
 from outcore.planner.memory.buckets import that_follows, that_leave
 from outcore.planner.memory.state_policy import StatePolicy
 
@@ -248,9 +248,6 @@ class ParamResidency:
             if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
                 return tensor.detach()
             return self.claim(tensor) or SavedHandle(tensor)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

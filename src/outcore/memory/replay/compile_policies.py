@@ -152,16 +152,12 @@ class _Compiler:
         schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
         recording.dropped = True
         self.graph, self.recording, self.model, self.buffers, self.layout = graph, recording, model, buffers, layout
-        self.steps = {s.name: s for s in recording.steps if s.kind != "guard"}
+        self.steps = recording.calls()
         self.order = list(graph.calls)
         self.types = {name: graph.blocks[call.block].type for name, call in graph.calls.items()}
         self.reads: dict[str, list[str]] = {}
         """Buffer -> values in it that recomputations read."""
         self.plans: dict[str, ReplayBufferPlan] = {}
-
-    def first(self, value: str) -> str:
-        """The buffer of a value."""
-        return self.graph.values[value].alias_of or value
 
     def table(self, reassociated: bool, fused: SelectedFusions) -> CompiledRecording:
         """Everything by the call at which it happens."""
@@ -176,7 +172,7 @@ class _Compiler:
         stops = frozenset(order[place] for place in (*late, *fetched))
         reruns = [p.rerun for p in plans.values() if p.rerun is not None]
         random = frozenset(name for rerun in reruns for name in rerun.random)
-        given = {v: self.first(v) for p in plans.values() for v in p.inputs}
+        given = {v: self.graph.values[v].base for p in plans.values() for v in p.inputs}
         views = {v: base for v, base in given.items() if v != base}
         noted = frozenset({*(v for names in self.reads.values() for v in names), *views})
         makers = {maker for v in noted if (maker := self.graph.values[v].producer) is not None}
@@ -237,13 +233,13 @@ class _Compiler:
             needed, rerun = {buffer.copy_of: None}, BufferRecompute.cast(buffer.copy_of, buffer.dtype)
         else:
             read = (v for w in buffer.writers for v in calls[w].inputs)
-            needed = dict.fromkeys(v for v in read if self.first(v) != buffer.name)
+            needed = dict.fromkeys(v for v in read if self.graph.values[v].base != buffer.name)
             writers = [self.steps[w] for w in buffer.writers]
             rerun = compile_recompute(writers, buffer.name, self.model, self.types, self.trained)
-        sources = {v: self.first(v) for v in needed if self.buffers[self.first(v)].born >= 0}
+        sources = {v: self.graph.values[v].base for v in needed if self.buffers[self.graph.values[v].base].born >= 0}
         for value, source in sources.items():
             self.reads.setdefault(source, []).append(value)
-        inputs = tuple(v for v in needed if self.buffers[self.first(v)].born < 0)
+        inputs = tuple(v for v in needed if self.buffers[self.graph.values[v].base].born < 0)
         return ReplayBufferPlan(buffer.name, how, 0, rerun, sources, inputs)
 
     def trained(self, step: Step) -> tuple[str, ...]:

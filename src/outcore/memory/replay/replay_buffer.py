@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from outcore.cost.measured.trial_call import same_layout
+from outcore.graph.strides import has_known_format, same_layout
 from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.encode.codecs import Encoded, EncodedBuffer, encode
 from outcore.memory.encode.sparse_quantize import NonZeros
@@ -81,6 +81,49 @@ def raw(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 def _like(memory: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     """A tensor in the layout of another."""
     return over(memory, Geometry.of(shape))
+
+
+class BackwardProgress:
+    """How far backward has come in one pass, and the offloaded buffers that are released and fetched on its way."""
+
+    def __init__(
+        self, calls: int, released_late: Mapping[int, tuple[str, ...]], fetched: Mapping[int, tuple[str, ...]]
+    ) -> None:
+        self.position = calls
+        """The call that backward has come to; at first the one after the last."""
+        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
+        """Buffers that were offloaded."""
+        self._released_late, self._fetched = released_late, fetched
+
+    def reached(self, position: int) -> None:
+        """Release and fetch what is due when backward has come to a call."""
+        if position >= self.position or not self.waiting:
+            return
+        for place in range(self.position, position - 1, -1):
+            for name in self._released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in self._fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def stop_before(self, position: int, results: Iterable[torch.Tensor]) -> None:
+        """Make backward stop before a call, whether or not that asks for something it saved."""
+        reference = weakref.ref(self)
+
+        def reached(_: Any) -> None:
+            if (progress := reference()) is not None:  # else nothing of it is waiting any more
+                progress.reached(position)
+
+        for tensor in results:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reached)
+
+    def _cell(self, name: str) -> ReplayBuffer | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
 
 
 class SavedHandle:
@@ -145,6 +188,11 @@ class SavedHandle:
                 f"{list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
             )
         return self.tensor
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The tensor that autograd saved, from what was packed in its place."""
+    return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
 
 class ReplayBuffer:
@@ -315,8 +363,7 @@ class ReplayBuffer:
 def _fills(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills its memory in an order that the codecs of indices know."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])]
-    return whole and any(tensor.is_contiguous(memory_format=f) for f in formats)
+    return whole and has_known_format(tensor)
 
 
 def graph_is_kept() -> bool:

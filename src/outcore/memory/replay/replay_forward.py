@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outcore.cost.measured.trial_call import same_layout
 from outcore.graph.record.recording import Step, Tape, fill
+from outcore.graph.strides import same_layout
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
 from outcore.memory.replay.compile_policies import CompiledRecording, ReplayBufferPlan
-from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, SavedHandle, over
+from outcore.memory.replay.replay_buffer import (
+    BackwardProgress,
+    Geometry,
+    ReplayBuffer,
+    SavedHandle,
+    over,
+    unpack,
+)
 from outcore.memory.replay.replay_recompute import States, generator_states
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
 
@@ -32,7 +39,7 @@ _ORDINARY = (torch.Tensor, nn.Parameter)
 _NOTHING = contextlib.nullcontext()
 
 
-class ReplayPass:
+class ReplayPass(BackwardProgress):
     """What backward needs to know of one forward pass; lives as long as a cell of it."""
 
     def __init__(
@@ -44,6 +51,7 @@ class ReplayPass:
         perform: Callable[[Tape, Step], None] = Tape.step,
         keeper: StateOffloader | None = None,
     ) -> None:
+        super().__init__(len(compiled.positions), compiled.released_late, compiled.fetched)
         recording = compiled.recording
         self.compiled, self.model, self.tier, self.keeper = compiled, model, tier, keeper
         self.constants, self.geometry = recording.constants, compiled.geometry
@@ -53,10 +61,6 @@ class ReplayPass:
         """Call -> states of its generators before it."""
         self.statistics: dict[str, Statistics] = {}
         """Norm -> its statistics, for recomputing it."""
-        self.position = len(compiled.positions)
-        """How far backward has come."""
-        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
-        """Buffers that were offloaded."""
         self._tape = _Tape(self, given, perform if keeper is None else keeper.perform)
 
     def forward(self) -> Any:
@@ -86,25 +90,6 @@ class ReplayPass:
         if norm is None or (statistics := self.statistics.get(norm.call)) is None:
             return None
         return self.compiled.renorm.run(norm, values[norm.input], statistics)
-
-    def reached(self, position: int) -> None:
-        """Release and fetch what is due when backward has come to a call."""
-        if position >= self.position or not self.waiting:
-            return
-        compiled = self.compiled
-        for place in range(self.position, position - 1, -1):
-            for name in compiled.released_late.get(place, ()):
-                if (cell := self._cell(name)) is not None:
-                    cell.left()
-            for name in compiled.fetched.get(place, ()):
-                if (cell := self._cell(name)) is not None:
-                    cell.left()
-                    cell.fetch()
-        self.position = position
-
-    def _cell(self, name: str) -> ReplayBuffer | None:
-        reference = self.waiting.get(name)
-        return reference() if reference is not None else None
 
 
 class _Tape(Tape):
@@ -140,7 +125,7 @@ class _Tape(Tape):
             self.pending.append(handle)
             return handle
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def forget(self) -> None:
         """Drop all references, so that only autograd holds the cells (torch may hold the hooks, and with them this
@@ -171,7 +156,8 @@ class _Tape(Tape):
         for value, plan in compiled.births.get(name, ()):
             self.bear(value, plan)
         if name in compiled.stops:
-            self.stop(step)
+            made = (*step.outputs, *(new for new, _ in step.rebinds))
+            self.owner.stop_before(compiled.positions[name], [self.values[v] for v in made if v in self.values])
         if step_ is not step:
             for value in drop:
                 del self.values[value]
@@ -194,18 +180,6 @@ class _Tape(Tape):
         found = self.compiled.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
         if found is not None:
             self.owner.statistics[norm.call] = found
-
-    def stop(self, step: Step) -> None:
-        """Make backward stop before a call, whether or not that asks for something it saved."""
-        owner, position = weakref.ref(self.owner), self.compiled.positions[step.name]
-
-        def reached(_: Any) -> None:
-            if (passed := owner()) is not None:  # else nothing of it is waiting any more
-                passed.reached(position)
-
-        for value in (*step.outputs, *(new for new, _ in step.rebinds)):
-            if value in self.values and (node := self.values[value].grad_fn) is not None:
-                node.register_prehook(reached)
 
     def bear(self, value: str, plan: ReplayBufferPlan) -> None:
         """Create the cell of a buffer that was just made."""
@@ -292,10 +266,6 @@ class _Tape(Tape):
         # Only now: what is written into it in place may be made after it was.
         cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}
         cell.leave(self.owner.tier)
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
 
 def _without_drops(step: Step) -> Step:

@@ -34,7 +34,7 @@ class CallSize:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], trained: int, device: str) -> CallSize:
-        """Of a call.
+        """The size of a call with these arguments.
 
         Args:
             args: positional arguments.
@@ -53,7 +53,7 @@ class CallSize:
 
     @property
     def elements(self) -> int:
-        """Numbers in the large tensors."""
+        """How many elements the large tensors of the call have in all."""
         return sum(math.prod(shape) for shape, _, _ in self.shapes)
 
     def covers(self, other: CallSize) -> bool:
@@ -73,7 +73,7 @@ class CallSize:
 
 
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    """The tensors in the usual containers."""
+    """Add the tensors of a nested argument to `found`."""
     if isinstance(tree, torch.Tensor):
         found.append(tree)
     elif isinstance(tree, Mapping):
@@ -89,13 +89,13 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
 
 
 class RememberedParameters:
-    """The parameters of a model: walking over its modules takes as long as many of its calls."""
+    """Remembers the parameters of a model, because walking over its modules takes as long as many of its calls."""
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[nn.Parameter]] = []
 
     def of(self, model: nn.Module) -> list[nn.Parameter]:
-        """All of them; looked up again when one is gone."""
+        """All parameters of the model, from memory; looked up again when one of them no longer exists."""
         found = [p for reference in self._known if (p := reference()) is not None]
         if not found or len(found) < len(self._known):
             found = list(model.parameters())
@@ -103,12 +103,12 @@ class RememberedParameters:
         return found
 
     def trained(self, model: nn.Module) -> int:
-        """How many require a gradient."""
+        """How many parameters require a gradient."""
         if self._known:
             with contextlib.suppress(AttributeError):  # one of them is gone
                 return sum([reference().requires_grad for reference in self._known])  # type: ignore[union-attr]
         return sum([p.requires_grad for p in self.of(model)])
 
     def first(self) -> nn.Parameter | None:
-        """The first that is remembered."""
+        """The first remembered parameter, if there is one: it tells where the model is."""
         return self._known[0]() if self._known else None

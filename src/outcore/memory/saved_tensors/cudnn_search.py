@@ -26,7 +26,7 @@ import torch
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured.isolated_call import IsolatedCall
-from outcore.cost.measured.saved_bytes import recording_of, signature
+from outcore.cost.measured.saved_bytes import signature
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.record.preserve import preserved
@@ -42,13 +42,13 @@ _REPEATS: dict[Hashable, bool] = {}
 
 
 def searches(device: torch.device) -> bool:
-    """Whether algorithms of convolutions are searched for."""
+    """Whether cuDNN searches for the fastest algorithm of each convolution here."""
     cudnn = torch.backends.cudnn
     return device.type == "cuda" and bool(cudnn.enabled and cudnn.benchmark)
 
 
 def convolutions(graph: Graph, calls: Iterable[str]) -> list[str]:
-    """Those of some calls that are convolutions."""
+    """The calls among some that are convolutions."""
     return [name for name in calls if graph.blocks[graph.calls[name].block].type in _CONVOLUTIONS]
 
 
@@ -117,7 +117,7 @@ def _explained(refused: PlanError, count: int) -> PlanError:
 
 def known_to_differ(graph: Graph, device: torch.device) -> set[str]:
     """The convolutions of a graph that were seen to give other bits in backward's thread."""
-    steps = {s.name: s for s in recording_of(graph).steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     found = convolutions(graph, graph.calls)
     return {name for name in found if _REPEATS.get(_key(graph, steps[name], device)) is False}
 
@@ -127,7 +127,7 @@ def differing(graph: Graph, calls: Collection[str], device: torch.device) -> set
 
     Each runs in both, unless that was seen in this process before. One that cannot be run alone counts as differing.
     """
-    steps = {s.name: s for s in recording_of(graph).steps if s.kind != "guard"}
+    steps = graph.recording.calls()
     wanted = {name: _key(graph, steps[name], device) for name in convolutions(graph, calls)}
     missing = {key: name for name, key in wanted.items() if key not in _REPEATS}
     if missing:
@@ -153,7 +153,7 @@ def _key(graph: Graph, step: Step, device: torch.device) -> Hashable:
 
 
 def _repeats(graph: Graph, name: str, device: torch.device) -> bool:
-    recording = recording_of(graph)
+    recording = graph.recording
     step = next(s for s in recording.steps if s.name == name)
     try:
         isolated = IsolatedCall(graph, step, recording, device)

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.graph import Graph
 from outcore.graph.record.preserve import state_restored
-from outcore.graph.structure import leaves
+from outcore.graph.structure import leaves, square_loss
 from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.ops.recompute_encode import LOSSY, held_bytes
@@ -162,7 +162,7 @@ def _gradients(
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
-    """Of every parameter, in a step under a policy."""
+    """The gradient of every parameter, in a step under a policy."""
     model = managed_forward.model
     settings = replace(managed_forward.settings, budget_bytes=None, policy=dict(policy), graphs=False)
     other = ManagedForward(model, settings, managed_forward.costs)
@@ -170,15 +170,9 @@ def _gradients(
     with state_restored(model):
         other.admit(other.key(args, kwargs), args, kwargs, graph=graph)
         output = other(*args, **kwargs)
-        value = loss(output) if loss is not None else _squares(output)
+        value = loss(output) if loss is not None else square_loss(output)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
-
-
-def _squares(output: Any) -> torch.Tensor:
-    """A loss for a model that has none."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
-    return torch.stack([t.float().square().mean() for t in found]).sum()
 
 
 @dataclass(slots=True)
@@ -200,14 +194,17 @@ class _Sums:
         return self
 
     def deviation(self, name: str, least: float = 0.0) -> Deviation:
-        """In words of lengths and angles; `least` is the mean square that counts."""
+        """How far the rounded gradient lies from the exact one: the relative length of the difference, and the cosine.
+
+        `least` is the smallest mean square that the difference is compared with.
+        """
         square = max(self.exact, least * self.count)
         both = math.sqrt(self.exact * self.rounded)
         return Deviation(name, math.sqrt(self.off / square) if square else 0.0, self.product / both if both else 1.0)
 
 
 def _deviations(exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor]) -> list[Deviation]:
-    """Of all parameters together, then of each."""
+    """How far rounded gradients lie from exact ones: of all parameters together, then of each."""
     each, total = {}, _Sums()
     for name, gradient in exact.items():
         each[name] = _Sums().add(gradient, rounded[name])

@@ -191,7 +191,7 @@ class ManagedForward:
         return result
 
     def wait(self) -> None:
-        """Until the device has done all it was told."""
+        """Block until the device has done all it was told."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -319,8 +319,7 @@ class ManagedForward:
             self.admitted[key] = None
             self.note_reads(key, None)
             return
-        assert graph.executable is not None
-        recording = graph.executable[1]
+        recording = graph.recording
         self.note_reads(key, recording.reads)
         if not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
             self.admitted[key] = None
@@ -340,7 +339,6 @@ class ManagedForward:
             near=near or self.near,
         )
         plan = found.plan
-        assert found.graph.executable is not None
         table = compile_policies(
             found.graph,
             self.model,
@@ -353,7 +351,7 @@ class ManagedForward:
         if replays and plan.chunked is None:
             compiled = prepare(
                 found.graph,
-                found.graph.executable[1],
+                found.graph.recording,
                 self.model,
                 plan.keeping.buffers,
                 plan.script,

@@ -33,10 +33,10 @@ _WARM_UPS, _WATCHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What a step took."""
+    """Memory and time that one step was measured to take."""
 
     peak_bytes: int | None
-    """Of the model's own; none where nobody counts."""
+    """The most that the model's own tensors took; none where nothing counts them."""
     step_s: float
     """From one forward to the next."""
     retries: int = 0
@@ -50,22 +50,22 @@ class MeasuredStep:
 
 
 class MemoryMeter(Protocol):
-    """Who counts the memory of a device."""
+    """Counts the bytes of tensors on a device."""
 
     def allocated(self) -> int:
-        """Bytes now."""
+        """Bytes that are allocated now."""
 
     def peak(self) -> int:
-        """The most since the last reset."""
+        """The most bytes that were allocated at once since the last `reset`."""
 
     def reset(self) -> None:
-        """Forget the peak."""
+        """Begin to count the peak anew."""
 
     def retries(self) -> int:
         """How often cached memory was given back to find room, since the process began."""
 
     def wait(self) -> None:
-        """Until the device has done all it was told."""
+        """Block until the device has done all it was told."""
 
 
 class _Allocator:
@@ -91,7 +91,7 @@ class _Allocator:
 
 
 def meter_for(device: torch.device) -> MemoryMeter | None:
-    """Who counts the memory of a device; nobody on a CPU."""
+    """What counts the memory of a device; None on a CPU, where nothing does."""
     return _Allocator(device) if device.type == "cuda" else None
 
 

@@ -246,7 +246,7 @@ def _plan(
 
 
 def _against_plain(order: MemoryFormat, graph: Graph, costs: Costs, settings: Settings) -> MemoryFormat:
-    """With time and peak of plain training."""
+    """A memory format that also says what time and peak plain training has."""
     beside = settings.beside_bytes
     plain = plan_memory(graph, costs, budget_bytes=None, optimizer=settings.optimizer, loss_bytes=beside, policy={})
     return replace(order, plain_s=plain.keeping.plain_s, plain_bytes=plain.plain_bytes)

@@ -221,9 +221,8 @@ class _Compiler:
 
     def argument(self, buffer: Buffer) -> str:
         """The path of the argument that a derived tensor is a copy of."""
-        assert self.graph.executable is not None
         call = self.order[buffer.born]
-        step = next(s for s in self.graph.executable[1].steps if s.name == call)
+        step = next(s for s in self.graph.recording.steps if s.name == call)
         found = leaves((step.args, step.kwargs), Ref)
         return next(path for path, ref in found if ref.kind == "value" and ref.name == buffer.copy_of)
 

@@ -90,7 +90,7 @@ class Argument(NamedTuple):
         return empty.set_(memory.untyped_storage(), offset, size, stride)
 
     def refuse(self) -> NoReturn:
-        """It was written in place since."""
+        """Raise the error for an argument that was written in place between forward and backward."""
         assert self.tensor is not None
         raise RuntimeError(
             f"a tensor of {list(self.tensor.shape)} was modified by an inplace operation between forward and "

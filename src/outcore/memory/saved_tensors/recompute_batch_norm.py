@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.graph.record.recording import Ref, Step
+from outcore.graph.strides import has_known_format, known_format
 from outcore.ops.registry import names
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
@@ -99,14 +100,14 @@ class BatchNormRecompute:
         return found if self.orders[norm.call] is not None else None
 
     def run(self, norm: BatchNormCall, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-        """The norm again."""
+        """Compute the output of a batch norm again, from its input and the statistics it kept."""
         order = self.orders[norm.call]
         assert order is not None
         return normalised(x, statistics, _affine(norm.module), order, relu=norm.relu)
 
     def _order(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor, statistics: Statistics) -> int | None:
-        """The order in which a norm rounds."""
-        if not (dense(x) and out.stride() == x.stride() and out.dtype == x.dtype):
+        """Which order of rounding gives the norm's own output bit for bit; None if none does."""
+        if not (has_known_format(x) and out.stride() == x.stride() and out.dtype == x.dtype):
             return None
         if not x.is_cuda:
             return usual_order(x) if self.reassociated else None
@@ -137,7 +138,7 @@ def _statistics(saved: Iterable[torch.Tensor], size: int, own: Iterable[torch.Te
 
 
 def _another(x: torch.Tensor, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor, Statistics, Affine] | None:
-    """The norm of a part of its input with other weights: what it reads, what it writes, and both by what."""
+    """The same norm run with made-up weights, as a second case to compare: input, output, statistics, weights."""
     like = _affine(module)[0]
     count = x.shape[1]
     weight = torch.linspace(0.37, 1.93, count, dtype=like.dtype, device=like.device).requires_grad_()
@@ -156,14 +157,8 @@ def _another(x: torch.Tensor, module: nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 def usual_order(x: torch.Tensor) -> int:
-    """The order to round in where any will do."""
+    """The order of rounding that is fastest on a device, for where results need not be equal bit for bit."""
     return 0 if x.is_cuda else 2
-
-
-def dense(x: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory, contiguous or with channels last."""
-    formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])]
-    return any(x.is_contiguous(memory_format=f) for f in formats)
 
 
 def _ends(x: torch.Tensor, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -173,16 +168,9 @@ def _ends(x: torch.Tensor, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.
 
     def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
         cut = tensor.narrow(dim, start, count)
-        return torch.empty_like(cut, memory_format=memory_format(tensor)).copy_(cut)
+        return torch.empty_like(cut, memory_format=known_format(tensor)).copy_(cut)
 
     return [(part(x, start), part(out, start)) for start in {0, x.shape[dim] - count}]
-
-
-def memory_format(x: torch.Tensor) -> torch.memory_format:
-    """How a dense tensor lies in memory."""
-    if x.is_contiguous():
-        return torch.contiguous_format
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
 def normalised(x: torch.Tensor, statistics: Statistics, affine: Affine, order: int, *, relu: bool) -> torch.Tensor:

@@ -74,12 +74,12 @@ class SavedBuffer(ReplayBuffer):
                 source.uses += 1
 
     def keep(self) -> None:
-        """It stays where it is: its writers are not needed."""
+        """Give up recomputing the buffer: it is kept, and the calls that wrote it are forgotten."""
         self.policy = KEEP
         self._forget_writers()
 
     def leave(self, tier: Backend | None) -> None:
-        """Its last use in forward is over."""
+        """Carry out the policy, now that the last use in forward is over."""
         self.has_left = True
         if type(self.policy) is Recompute:
             if not self.writers:

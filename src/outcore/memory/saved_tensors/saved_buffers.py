@@ -22,7 +22,7 @@ from outcore.graph.structure import leaves
 from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
-from outcore.memory.replay.replay_buffer import Geometry, SavedHandle, over
+from outcore.memory.replay.replay_buffer import BackwardProgress, Geometry, SavedHandle, over
 from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, PolicyTable
 from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
@@ -39,15 +39,12 @@ _new: Any = tuple.__new__
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 
 
-class SavedBuffers:
+class SavedBuffers(BackwardProgress):
     """The buffers of one forward."""
 
     def __init__(self, table: PolicyTable, tier: Backend | None, keeper: StateOffloader | None) -> None:
+        super().__init__(table.length, table.released_late, table.fetched)
         self.table, self.tier, self.keeper = table, tier, keeper
-        self.position = table.length
-        """How far backward has come."""
-        self.waiting: dict[str, weakref.ref[SavedBuffer]] = {}
-        """Buffers that were offloaded."""
         self.at: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
         self.plan: CallPlan
@@ -72,7 +69,7 @@ class SavedBuffers:
                 cell.left()
 
     def forget(self) -> None:
-        """From here on only autograd holds the cells."""
+        """Drop all references, so that from here on only autograd holds the cells."""
         for table in (self._cells, self.at, self._readers, self._copying):
             table.clear()
         self.pending.clear()
@@ -80,7 +77,7 @@ class SavedBuffers:
     def after(self, plan: CallPlan, result: Any) -> None:
         """A planned call is over: what was used for the last time leaves."""
         if plan.stops:
-            self._stop(plan.position, result)
+            self.stop_before(plan.position, (tensor for _, tensor in tensors_in(result)))
         for name in plan.counted:
             if (cell := self._cells.get(name)) is not None:
                 cell.count()
@@ -274,18 +271,6 @@ class SavedBuffers:
         if cell.offloaded is not None and cell.memory is not None:
             self._copying[address] = cell
 
-    def _stop(self, position: int, result: Any) -> None:
-        """Backward is to stop before a call, whether or not that asks for something it saved."""
-        reference = weakref.ref(self)
-
-        def reached(_: Any) -> None:
-            if (live := reference()) is not None:  # else nothing of it is waiting any more
-                live.reached(position)
-
-        for _, tensor in tensors_in(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(reached)
-
     def about_to_write(self, tensor: Any, by: SavedBuffer | None = None) -> None:
         """A tensor is about to be written in place; `by` is the cell that has recorded the call which does it."""
         if type(tensor) is list or type(tensor) is tuple:  # functions on lists of tensors
@@ -307,27 +292,6 @@ class SavedBuffers:
                         reader.keep()
         if (copied := self._copying.pop(address, None)) is not None:
             copied.left()
-
-    # Backward
-
-    def reached(self, position: int) -> None:
-        """Backward has come to a call: release and fetch what is due."""
-        if position >= self.position or not self.waiting:
-            return
-        table = self.table
-        for place in range(self.position, position - 1, -1):
-            for name in table.released_late.get(place, ()):
-                if (cell := self._cell(name)) is not None:
-                    cell.left()
-            for name in table.fetched.get(place, ()):
-                if (cell := self._cell(name)) is not None:
-                    cell.left()
-                    cell.fetch()
-        self.position = position
-
-    def _cell(self, name: str) -> SavedBuffer | None:
-        reference = self.waiting.get(name)
-        return reference() if reference is not None else None
 
 
 def unpack(packed: Any) -> torch.Tensor:

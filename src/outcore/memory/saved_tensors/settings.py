@@ -18,7 +18,7 @@ from outcore.program.policies import Policy
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """What the user asked of `outcore.within`, as one value."""
 
     budget_bytes: int | None
     optimizer: OptimizerCost

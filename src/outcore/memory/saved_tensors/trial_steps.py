@@ -48,7 +48,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
-from outcore.graph.structure import leaves
+from outcore.graph.structure import leaves, sum_loss
 from outcore.machine.units import format_bytes, rounded_up
 from outcore.memory.cuda_graphs.pool import give_back, without_limit
 from outcore.memory.param_offload.buckets import calls_of, uses_of
@@ -149,7 +149,7 @@ def run_trial_steps(
 
 
 def _no_room(budget: int, least: int, others: int = 0) -> PlanError:
-    """That a step would end out of memory, because the process has a limit: said before training begins."""
+    """The error that a step would run out of memory under the limit of the process, raised before training begins."""
     beside = f", beside {format_bytes(others)} that this process holds for other things" if others > 2**20 else ""
     refused = PlanError(
         f"a training step cannot be done within {format_bytes(budget)} as a limit of this process: with what the "
@@ -365,7 +365,7 @@ def take_steps(
             give_back(collect=False)
         output = run(*args, **kwargs)
         torch.clear_autocast_cache()
-        value = loss(output) if loss is not None else _total(output)
+        value = loss(output) if loss is not None else sum_loss(output)
         with torch.autocast(device.type, enabled=False):
             value.backward()
         if update is not None:
@@ -383,9 +383,3 @@ def trouble_of(device: torch.device) -> int:
     """How often the allocator had to look again for room, or found none."""
     counted = torch.cuda.memory_stats(device)
     return int(counted.get("num_alloc_retries", 0)) + int(counted.get("num_ooms", 0))
-
-
-def _total(output: Any) -> torch.Tensor:
-    """The sum of all outputs that lead back to parameters."""
-    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad and t.is_floating_point()]
-    return torch.stack([t.float().sum() for t in found]).sum()

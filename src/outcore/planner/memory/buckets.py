@@ -27,7 +27,7 @@ better part of a millisecond."""
 
 @dataclass(frozen=True, slots=True)
 class OffloadableParam:
-    """A parameter that can leave."""
+    """A parameter that can be offloaded between its uses."""
 
     name: str
     bytes: int

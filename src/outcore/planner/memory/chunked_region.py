@@ -57,12 +57,12 @@ class ChunkedRegion:
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows that are made at a time."""
+        """How many rows one chunk has."""
         return max(1, -(-self.rows // self.chunks))
 
     @property
     def chunk_bytes(self) -> int:
-        """What a chunk takes."""
+        """Bytes that one chunk of rows takes."""
         return self.rows_per_chunk * self.row_bytes
 
     def further_s(self, rate: float) -> float:

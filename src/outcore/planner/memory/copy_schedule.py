@@ -47,7 +47,7 @@ class OffloadTarget:
 
 @dataclass(frozen=True, slots=True)
 class BufferCopies:
-    """One buffer's way out and back."""
+    """When one buffer is copied off the device and back."""
 
     buffer: str
     evict: int
@@ -64,7 +64,7 @@ class BufferCopies:
 
 @dataclass(frozen=True, slots=True)
 class CopySchedule:
-    """All copies of a step."""
+    """When all offloaded buffers of a step are copied, and what the device waits for them."""
 
     moved: tuple[BufferCopies, ...]
     stall_s: float

@@ -191,7 +191,7 @@ class StepModel:
         """
         first, last, changed = self._needs(policy)
         if self._torn(policy, first):
-            return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
+            return self._impossible()
         kept, always, rows = self._kept
         moment = kept[:]
         entry: dict[int, int] = {}
@@ -246,17 +246,10 @@ class StepModel:
                 for i in shapes - silent:
                     if begins <= backward_at[i] <= ends:  # it is there anyway
                         _add(moment, backward_at[i], backward_at[i], -size)
-        transfers = None
-        if moved:
-            assert self.tier is not None
-            early = {b.name for b, _ in moved if policy[b.name] == OFFLOAD_EARLY}
-            transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
+        transfers = self._transfers(moved, policy, recomputed, moment) if moved else None
+        if transfers is not None:
             if transfers.stall_s == float("inf"):  # more than there is room for below the device
-                return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
-            sizes = {b.name: b.bytes for b, _ in moved}
-            for transfer in transfers.moved:
-                gone = max(transfer.gone_at, self.turn) if transfer.buffer in self.cached else transfer.gone_at
-                _add(moment, gone, transfer.back_at - 1, -sizes[transfer.buffer])
+                return self._impossible()
             extra_s += transfers.stall_s
         curve = self.base + np.array(moment, dtype=np.int64).cumsum()[:-1]
         if entry or room:
@@ -265,6 +258,27 @@ class StepModel:
             curve[at] = np.maximum(curve[at], curve[at] - self.made[at] + over)
         peak = int(curve.max())
         return StepUnderPolicies(self.plain_s + extra_s, peak, curve, extra_s, recomputed, transfers)
+
+    def _impossible(self) -> StepUnderPolicies:
+        """What a step takes under policies that cannot be carried out."""
+        return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
+
+    def _transfers(
+        self,
+        moved: list[tuple[Buffer, int]],
+        policy: Policies,
+        recomputed: Mapping[str, tuple[int, int]],
+        moment: list[int],
+    ) -> CopySchedule:
+        """Schedule the copies of the buffers that are offloaded, and take these out of `moment` while they are away."""
+        assert self.tier is not None
+        early = {b.name for b, _ in moved if policy[b.name] == OFFLOAD_EARLY}
+        transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
+        sizes = {b.name: b.bytes for b, _ in moved}
+        for transfer in transfers.moved:
+            gone = max(transfer.gone_at, self.turn) if transfer.buffer in self.cached else transfer.gone_at
+            _add(moment, gone, transfer.back_at - 1, -sizes[transfer.buffer])
+        return transfers
 
     @cached_property
     def _kept(self) -> tuple[list[int], frozenset[str], list[tuple[str, Buffer, int, int]]]:

@@ -95,7 +95,7 @@ class MemoryPlan:
 
     @property
     def outcome(self) -> StepUnderPolicies:
-        """What a step takes."""
+        """Predicted time and peak of a step under the chosen policies."""
         return self.assignment.outcome
 
     @property
@@ -115,11 +115,6 @@ class MemoryPlan:
         plain = self.keeping.plain
         turn = plain.moments[self.keeping.turn - 1].bytes.total + self.loss_bytes if self.loss_bytes else 0
         return max(plain.peak_bytes, turn) + self.reserved_bytes
-
-    @property
-    def floor_bytes(self) -> int:
-        """What no plan can go below: the most that one operation alone needs."""
-        return self.keeping.floor[0] + self.reserved_bytes
 
     @property
     def time_s(self) -> float:
@@ -273,7 +268,7 @@ class _Choice:
 
 
 def _by_hand(keeping: StepModel, policy: Mapping[str, str | Policy]) -> Assignment:
-    """Policies that were given."""
+    """The plan for policies that the user chose by hand."""
     policies = parse_policies(policy)
     return Assignment(policies, keeping.evaluate(policies))
 
@@ -338,6 +333,11 @@ def frontier(
     high, low = plain.outcome.peak_bytes, least.outcome.peak_bytes
     budgets = [low + (high - low) * k // points for k in range(1, points)]
     found = [plain, *known, *(fit(keeping, b, time_limit_s=search_s) for b in reversed(budgets)), least]
+    return fastest_by_peak(found)
+
+
+def fastest_by_peak(found: Iterable[Assignment]) -> list[Assignment]:
+    """The assignments that no other beats in both time and peak, the largest peak first."""
     kept: list[Assignment] = []
     for one in sorted(found, key=lambda a: (a.outcome.peak_bytes, a.outcome.time_s)):
         if not kept or one.outcome.time_s < kept[-1].outcome.time_s:

@@ -126,7 +126,7 @@ class PolicySearch:
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
 
     def begin(self, share: float = 1.0) -> None:
-        """From now on there is the whole time, or a share of it."""
+        """Start the clock: the search has the whole time limit from now on, or a share of it."""
         self.left_s = share * self.time_limit_s
 
     def ended(self) -> bool:
@@ -283,7 +283,7 @@ class PolicySearch:
         return buffer.bytes + sum(self.keeping.buffers[s].bytes for s in buffer.sources if s in made)
 
     def rough_cost_s(self, buffer: Buffer, choice: Policy, current: Assignment) -> float:
-        """About what a choice costs."""
+        """Roughly how many seconds a policy for a buffer adds to a step."""
         if isinstance(choice, Recompute):
             on_the_way = [self.keeping.buffers[s] for s in buffer.sources if not self.saved(s)]
             return buffer.again_s + sum(b.again_s for b in on_the_way)

@@ -80,7 +80,7 @@ class StatePolicy:
         return f"{moved or 'no state'} below the device{how}"
 
     def to_json(self) -> dict[str, Any]:
-        """What is not the default."""
+        """The settings that differ from the defaults, as JSON."""
         plain = asdict(StatePolicy())
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
 

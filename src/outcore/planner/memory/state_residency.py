@@ -28,7 +28,6 @@ from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve
 from outcore.planner.memory.buckets import (
-    OffloadableParam,
     OffloadableParams,
     most_of,
     rounded,
@@ -65,7 +64,7 @@ class _Play:
             optimizer,
         )
         self.buckets = offloadable.buckets(policy)
-        self.sizes = [_size(bucket) for bucket in self.buckets]
+        self.sizes = [sum(rounded(item.bytes) for item in bucket) for bucket in self.buckets]
         self.of = {item.name: number for number, bucket in enumerate(self.buckets) for item in bucket}
         reached = {m.call for m in plain.moments if m.phase == "backward"}
         self.backward = [name for name in costs.calls if name in reached]
@@ -126,7 +125,7 @@ class _Play:
     # Backward
 
     def _backward(self) -> dict[int, int]:
-        """Of the parameters and of their gradients."""
+        """The same for each moment of backward, with the gradients of the parameters."""
         waiting = [{i.name for i in bucket if i.trained} for bucket in self.buckets]
         last = {
             self.offloadable.name(g.of): call
@@ -191,7 +190,7 @@ class _Play:
     # The optimizer's step
 
     def _step(self, gradients: int) -> int:
-        """Of everything, at the worst bucket."""
+        """The bytes of state on the device in the optimizer's step, while the largest bucket is updated."""
         order = [n for n in range(len(self.buckets)) if self._of_buckets([n])]
         if self.window is not None:
             order.reverse()
@@ -238,7 +237,7 @@ class _Play:
         return self.optimizer.state_bytes(parameters)
 
     def _visiting(self, parameters: Mapping[str, int]) -> int:
-        """Of the optimizer's state of parameters, laid out as a bucket."""
+        """The bytes of the optimizer's state for some parameters, laid out as a bucket."""
         return self.optimizer.state_bytes({name: rounded(size) for name, size in parameters.items()})
 
 
@@ -286,10 +285,6 @@ class _Window:
         """Forward is over: what was only started leaves, the rest is what user code may write to."""
         self.here = {number: True for number, used in self.here.items() if used}
         self.exposed = set(self.here)
-
-
-def _size(bucket: Sequence[OffloadableParam]) -> int:
-    return sum(rounded(item.bytes) for item in bucket)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Partition:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Of every rank."""
+        """The most bytes that each rank holds in a step."""
         return self.pipeline.peak_bytes(self.stages)
 
     @property

@@ -66,7 +66,7 @@ class PartitionTask:
     route: RankLink
 
     def stages(self, stage_of: Sequence[int]) -> Stages:
-        """The stages of an assignment."""
+        """The network cut by an assignment of units to stages, with times and bytes."""
         return self.pieces.cut(stage_of, self.count)
 
     def peak(self, stage_of: Sequence[int]) -> int:
@@ -89,7 +89,7 @@ class PartitionTask:
         return excess, max(times), sent
 
     def found(self, stage_of: list[int], how: str) -> Found:
-        """A candidate with its score."""
+        """An assignment with its score and how it was found, to be compared with others."""
         return self.score(self.stages(stage_of)), stage_of, how
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.graph.queries import reads_after_writes
 from outcore.planner.pipeline.call_weights import CallWeights
 
 Granularity = Literal["block", "layer"] | int
@@ -115,15 +116,7 @@ def _inseparable(graph: Graph, weights: CallWeights, tied: str) -> Iterable[tupl
                 readers.setdefault(parameter, []).append(name)
     yield from (tuple(calls) for calls in readers.values())
     yield from _idle(graph, weights)
-    aliases: dict[str, list[str]] = {}
-    for value in graph.values.values():
-        aliases.setdefault(value.alias_of or value.name, []).append(value.name)
-    for name, call in graph.calls.items():
-        for written in call.mutates:
-            shared = aliases[graph.values[written].alias_of or written]
-            late = {c for v in shared for c in graph.values[v].consumers if name in graph.calls[c].after}
-            if late:
-                yield (name, *sorted(late))
+    yield from ((writer, reader) for writer, _, reader in reads_after_writes(graph))
 
 
 def _idle(graph: Graph, weights: CallWeights) -> Iterable[tuple[str, str]]:
@@ -140,7 +133,7 @@ def _idle(graph: Graph, weights: CallWeights) -> Iterable[tuple[str, str]]:
 
 
 class _Join:
-    """Disjoint sets."""
+    """Union-find over calls: which of them must stay together."""
 
     def __init__(self, size: int) -> None:
         self.parent = list(range(size))

@@ -245,7 +245,7 @@ def _memory_uses(graph: Graph, units: Units, calls: Sequence[Sequence[CallWeight
             for name, nbytes in row.saved.items():
                 savers.setdefault(name, set()).add(i)
                 sizes[name] = max(nbytes, sizes.get(name, 0))
-    outputs = {graph.values[v].alias_of or v for v in graph.outputs}
+    outputs = {graph.values[v].base for v in graph.outputs}
     alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], SharedMemoryUse] = {}
     for name in dict.fromkeys((*touching, *savers)):
         producer, found = touching.get(name, (INPUT, set()))
@@ -264,8 +264,8 @@ def _touching(graph: Graph, units: Units) -> dict[str, tuple[int, set[int]]]:
     """Memory, by the first value in it -> the unit that makes it, and those that read it or write into it."""
     unit_of = units.of_call
     found: dict[str, tuple[int, set[int]]] = {}
-    for name, value in graph.values.items():
+    for value in graph.values.values():
         producer = INPUT if value.producer is None else unit_of[value.producer]
-        first, touching = found.setdefault(value.alias_of or name, (producer, set()))
+        first, touching = found.setdefault(value.base, (producer, set()))
         touching.update({unit_of[c] for c in value.consumers if c in unit_of}, {producer} - {first})
     return found

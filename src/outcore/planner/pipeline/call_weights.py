@@ -48,7 +48,7 @@ class CallWeight:
 
     @property
     def time_s(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
 

@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def part(self) -> tuple[float, int]:
-        """That part, and in how many of them a rank takes its batch."""
+        """The part of the batch that one piece is (`fraction`), and the number of pieces of a step."""
         return self.fraction, self.pipeline.pieces
 
     @property

@@ -1,9 +1,9 @@
 """Orders of computing that no schedule has a name for, for the cuts that are best under the named ones.
 
-The list scheduler (`outcore.program.synthesis`) makes orders from the times of the stages as they were cut: with every
-rule of preference, several numbers of micro-batches under way, and both placements. Each is simulated as the named
-schedules are, and the fastest within the cap is kept. A step of many computes is left to the named schedules, which
-come close to filling it, and whose programs are judged by shorter ones.
+The list scheduler (`outcore.program.list_scheduler`) makes orders from the times of the stages as they were cut: with
+every rule of preference, several numbers of micro-batches under way, and both placements. Each is simulated as the
+named schedules are, and the fastest within the cap is kept. A step of many computes is left to the named schedules,
+which come close to filling it, and whose programs are judged by shorter ones.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 from outcore.planner.pipeline.candidates import Candidate
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program import Links, Stages, simulate
+from outcore.program.list_scheduler import synthesised_orders
 from outcore.program.plan.document import PredictedStep
-from outcore.program.synthesis.synthesis import synthesised_orders
 from outcore.program.written_order import program_in_order, write_order
 
 _LARGEST = 160

@@ -43,12 +43,12 @@ class RankLink:
 
     @classmethod
     def of(cls, link: Link) -> RankLink:
-        """A machine's link."""
+        """The link between two ranks that a machine has."""
         return cls(link.away_bytes_per_s, link.latency_s, link.host_s, link.adding_s_per_byte, link.gap_s)
 
     @property
     def link(self) -> Link:
-        """As a simulation takes it."""
+        """The same link as the simulator takes it."""
         return Link.symmetric(
             bandwidth_bytes_per_s=self.bytes_per_s,
             latency_s=self.latency_s,
@@ -64,7 +64,7 @@ class RankLink:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What a stage holds, in bytes."""
+    """Bytes that a stage holds in a step, by how long it holds them."""
 
     always: int
     moving: int
@@ -77,7 +77,7 @@ class StageLoad:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule with its numbers."""
+    """A schedule, with its numbers of micro-batches and of batches."""
 
     schedule: Schedule = "gpipe"
     micro_batches: int = 1
@@ -122,7 +122,7 @@ class Pipeline:
         return full > 1, not self.paired and not all_then_back and self.pieces > full
 
     def loads(self, stages: Stages) -> list[StageLoad]:
-        """What every stage holds."""
+        """The bytes that every stage holds."""
         count = len(stages)
         arriving, leaving, incoming = [0] * count, [0] * count, [0] * count
         for edge in stages.edges:

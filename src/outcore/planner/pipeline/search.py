@@ -196,7 +196,7 @@ class PlanSearch:
 
     @property
     def finest(self) -> WeightedUnits:
-        """The smallest units."""
+        """The units of the finest division that a partition may use."""
         return self.levels[0]
 
     def candidates(self, devices: int) -> list[Candidate]:

@@ -25,8 +25,8 @@ Cell = tuple[str, str]
 """A character and its colour."""
 
 
-def gantt(timeline: Timeline, *, width: int = 80, columns: int | None = None, ranks: int = SHOWN_RANKS) -> str:
-    """The timeline as plain text.
+def rich_gantt(timeline: Timeline, *, width: int = 80, columns: int | None = None, ranks: int = SHOWN_RANKS) -> Text:
+    """The timeline as coloured text for a rich console; its `plain` is the text without colours.
 
     Args:
         timeline: what to draw.
@@ -34,11 +34,6 @@ def gantt(timeline: Timeline, *, width: int = 80, columns: int | None = None, ra
         columns: of the drawing alone; one column per unit of time makes a drawing without rounding.
         ranks: how many at most; more are thinned out evenly.
     """
-    return "\n".join("".join(character for character, _ in line) for line in _lines(timeline, width, columns, ranks))
-
-
-def rich_gantt(timeline: Timeline, *, width: int = 80, columns: int | None = None, ranks: int = SHOWN_RANKS) -> Text:
-    """The timeline as coloured text for a rich console."""
     text = Text()
     for line in _lines(timeline, width, columns, ranks):
         for character, colour in line:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.graph.parts import ancestors
+from outcore.graph.queries import reads_after_writes
 
 
 def place_calls(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -94,15 +95,9 @@ def _refuse_backward_flow(graph: Graph, stage_of: Mapping[str, int]) -> None:
 
 
 def _refuse_torn_memory(graph: Graph, stage_of: Mapping[str, int]) -> None:
-    aliases: dict[str, list[str]] = {}
-    for value in graph.values.values():
-        aliases.setdefault(value.alias_of or value.name, []).append(value.name)
-    for name, call in graph.calls.items():
-        for written in call.mutates:
-            for shared in aliases[graph.values[written].alias_of or written]:
-                for reader in graph.values[shared].consumers:
-                    if name in graph.calls[reader].after and stage_of[reader] != stage_of[name]:
-                        raise PlanError(
-                            f"{call.block} writes into the memory of {shared}, which {graph.calls[reader].block} reads "
-                            f"afterwards in another stage; put both in stage {stage_of[name]}"
-                        )
+    for writer, value, reader in reads_after_writes(graph):
+        if stage_of[reader] != stage_of[writer]:
+            raise PlanError(
+                f"{graph.calls[writer].block} writes into the memory of {value}, which {graph.calls[reader].block} "
+                f"reads afterwards in another stage; put both in stage {stage_of[writer]}"
+            )

@@ -87,7 +87,7 @@ class Loader:
             yield batch
 
     def state(self) -> dict[str, int]:
-        """Its position, for a checkpoint."""
+        """The position of the loader in the epoch, for a checkpoint."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
 
     def load(self, state: dict[str, int]) -> None:

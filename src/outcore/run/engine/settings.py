@@ -60,7 +60,7 @@ class EngineSettings:
         scheduler: makes a learning-rate scheduler from the optimizer; it advances with every update.
         groups: options of the optimizer by a parameter's name.
         example: inputs of one batch, needed if a module is given.
-        program: an order to run in place of the plan's schedule, as `outcore.program.synthesise` finds them.
+        program: an order to run in place of the plan's schedule, as `outcore.program.list_scheduler` finds them.
         reduction: whether the loss is a mean over samples or a sum.
         clip_norm: largest norm of the gradients of all stages together.
         autocast: dtype of mixed precision; with float16 one loss scale is kept for all ranks.

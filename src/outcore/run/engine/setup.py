@@ -105,8 +105,7 @@ def example_of(source: Job | nn.Module, example: Any, pieces: int) -> Any:
 def first_graph(skeleton: nn.Module, model: nn.Module, record: Callable[[], Graph]) -> Graph | None:
     """A recording of the skeleton that can run with real weights; None if it holds tensors without content."""
     graph = record()
-    assert graph.executable is not None
-    constants = graph.executable[1].constants.values()
+    constants = graph.recording.constants.values()
     if skeleton is not model and any(t.is_meta for t in constants):
         return None
     return graph

@@ -28,7 +28,7 @@ Moment: TypeAlias = Any
 
 
 class DeviceClock:
-    """Moments of one rank."""
+    """Notes moments of a step on the device and on the host, on one scale of seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

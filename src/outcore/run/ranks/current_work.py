@@ -28,5 +28,5 @@ class CurrentWork:
         self.waiting = False
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """What the rank is doing, as values that JSON can hold."""
         return asdict(self)

@@ -23,7 +23,6 @@ from outcore.graph.parts import ancestors
 from outcore.graph.reads.attributes import copy_attributes
 from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.captured_module import RecordingVersions, refuse_volatile
-from outcore.graph.record.recording import Recording
 from outcore.graph.structure import substitute
 from outcore.program import Edge, Stage, Stages, Tie
 from outcore.program.plan.document import Plan
@@ -34,7 +33,7 @@ from outcore.run.transport.p2p import TensorLayout
 
 
 class RecordedStages:
-    """The network for one key."""
+    """The network recorded for one shape of micro-batch in one mode, cut into stages."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class RecordedStages:
         device: torch.device,
         depth: int,
     ) -> None:
-        recorded, self.recording = _executable(graph)
+        recorded, self.recording = graph.module.model, graph.recording
         self.graph, self.stage_of = graph, stage_of
         self.reads: Snapshot | None = None
         """The Python state of the model that its recording has read."""
@@ -177,7 +176,7 @@ class RecordedStagesByShape:
         if form is None:
             with torch.set_grad_enabled(training):
                 graph = self.record(inputs)
-            if len(self.plan.stages) > 1 and _executable(graph)[1].uses_data:
+            if len(self.plan.stages) > 1 and graph.recording.uses_data:
                 raise PlanError(
                     f"{graph.root.type} looks at the numbers in its tensors ({'; '.join(graph.notes)}), so it cannot "
                     "be cut; use a plan of one stage"
@@ -235,8 +234,3 @@ def place_like(graph: Graph, first: Graph, known: Mapping[str, int]) -> dict[str
             here = [inside[p] for p in reversed(ancestors(call.block)) if p in inside][:1]
         stage_of[name] = max([0, *here, *before])
     return stage_of
-
-
-def _executable(graph: Graph) -> tuple[nn.Module, Recording]:
-    assert graph.executable is not None
-    return graph.executable[0].model, graph.executable[1]

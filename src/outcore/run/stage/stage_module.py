@@ -90,7 +90,7 @@ class Part(Subgraph):
     ) -> None:
         super().__init__(graph, model, recording, calls)
         self.graph, self.calls = graph, frozenset(calls)
-        base = {name: value.alias_of or name for name, value in graph.values.items()}
+        base = {name: value.base for name, value in graph.values.items()}
         written = {base[v] for name in calls for v in graph.calls[name].mutates}
         self._copied |= {name for name in self.inputs if base[name] in written}  # also through another name
         self._random = frozenset(calls & random)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from outcore.graph import Value
+from outcore.graph.strides import contiguous_stride, is_dense, same_layout
 from outcore.memory.offload.worker_threads import WorkerTask, WorkerThreads
 from outcore.run.engine.step_meters import Moment
 from outcore.run.transport.shared_memory import SharedRows
@@ -40,7 +41,7 @@ class TensorLayout:
     @classmethod
     def of(cls, value: Value) -> TensorLayout:
         """The layout of a graph's value; one with gaps or overlaps is sent contiguously."""
-        stride = value.stride if _is_dense(value.shape, value.stride) else contiguous_stride(value.shape)
+        stride = value.stride if is_dense(value.shape, value.stride) else contiguous_stride(value.shape)
         return cls(value.shape, stride, getattr(torch, value.dtype.removeprefix("torch.")))
 
     @cached_property
@@ -50,7 +51,7 @@ class TensorLayout:
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of a tensor in this layout, as one row; a copy only where it has another layout."""
-        if not _same_stride(self.shape, tensor.stride(), self.stride) or tensor.dtype != self.dtype:
+        if not same_layout(self.shape, tensor.stride(), self.stride) or tensor.dtype != self.dtype:
             laid = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
             tensor = laid.copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -58,24 +59,6 @@ class TensorLayout:
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """A tensor in this layout over a row of bytes."""
         return flat.view(self.dtype).as_strided(self.shape, self.stride)
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The stride of a tensor in row-major order."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _same_stride(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
 
 
 _SMALL = 1 << 14
@@ -232,7 +215,7 @@ class SentTensor:
         return self._task.over and self._task.result() is None
 
     def finish(self) -> None:
-        """Wait for that."""
+        """Wait until the tensor is sent."""
         self._watched_wait.result(self._task)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from outcore.graph.strides import contiguous_stride
 from outcore.run.ranks.current_work import CurrentWork
-from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout, contiguous_stride
+from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout
 
 _TAGS = 1 << 22
 """The first tag above those of transfers between stages and of reductions."""

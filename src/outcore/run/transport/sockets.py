@@ -62,7 +62,7 @@ def connect_ranks(world: World, others: Collection[int]) -> tuple[dict[int, sock
 
 
 def channels_of(line: socket.socket) -> tuple[OutgoingChannel, IncomingChannel]:
-    """Both ways of a socket."""
+    """The channels for sending and receiving over one socket."""
     line.setblocking(False)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HOLD_BYTES)
@@ -71,7 +71,7 @@ def channels_of(line: socket.socket) -> tuple[OutgoingChannel, IncomingChannel]:
 
 
 def own_address(world: World) -> str:
-    """Where this rank listens."""
+    """The address at which this rank listens."""
     assert world.meeting is not None
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class WatchedWait:
-    """How a rank waits."""
+    """Waits for other ranks, and ends with a report when one of them has failed."""
 
     def __init__(self, place: CurrentWork) -> None:
         self.place = place

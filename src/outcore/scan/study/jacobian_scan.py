@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from outcore.errors import ScanError
+from outcore.machine.free_memory import free_bytes
 from outcore.scan.affine import affine_scan
 from outcore.scan.options import as_bytes
-from outcore.scan.workspace import free_bytes
 
 
 def chain(

@@ -19,20 +19,13 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, execution: Execution, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.execution, ctx.tensors = execution, tensors
-        ctx.set_materialize_grads(False)
-        with torch.enable_grad():
-            values = execution.forward()
-        made = tuple(values[v].detach() for v in execution.streaming.boundary)
-        ctx.mark_non_differentiable(*(t for t in made if not t.is_floating_point()))
-        return made
+        return execution.boundary(ctx)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         execution: Execution = ctx.execution
         sums, inputs = execution.backward(dict(zip(execution.streaming.boundary, gradients, strict=True)))
-        names = [name for name in execution.network.graph.inputs if name in execution.wants]
-        first = [inputs.get(name) for name in names]
-        return None, *first, *(sums.of(t) for t in ctx.tensors[len(first) :])
+        return None, *execution.gradients_of(ctx.tensors, inputs, sums)
 
 
 class _Loss(torch.autograd.Function):
@@ -44,8 +37,7 @@ class _Loss(torch.autograd.Function):
     ) -> torch.Tensor:
         with torch.enable_grad():
             total, sums, inputs = one_pass(execution, loss, target, gradients=True)
-        names = [name for name in execution.network.graph.inputs if name in execution.wants]
-        ctx.found = [inputs.get(n) for n in names] + [sums.of(t) for t in tensors[len(names) :]]
+        ctx.found = execution.gradients_of(tensors, inputs, sums)
         return total
 
     @staticmethod

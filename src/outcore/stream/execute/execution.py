@@ -53,6 +53,22 @@ class Execution(StepContext):
             del self.store.values[name]
         return made
 
+    def gradients_of(
+        self, tensors: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor], sums: GradientSums
+    ) -> list[torch.Tensor | None]:
+        """The gradients of what a node of autograd was given: the inputs that want one, then parameters."""
+        first = [inputs.get(name) for name in self.network.graph.inputs if name in self.wants]
+        return [*first, *(sums.of(t) for t in tensors[len(first) :])]
+
+    def boundary(self, ctx: Any) -> tuple[torch.Tensor, ...]:
+        """Forward in a node of autograd: the boundary values, cut off from the tiles' own graphs."""
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            values = self.forward()
+        made = tuple(values[v].detach() for v in self.streaming.boundary)
+        ctx.mark_non_differentiable(*(t for t in made if not t.is_floating_point()))
+        return made
+
     def output_tiles(self, skip: Collection[Region] = ()) -> Iterator[tuple[Region, torch.Tensor]]:
         """The parts of the one map that the last pass makes, one after the other, without those in `skip`."""
         step = self.run_before_last()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from outcore.graph.strides import CHANNELS_LAST
 from outcore.ops.region import Region
 
 
@@ -77,9 +78,6 @@ class MapStore:
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """The memory format of a tensor, which may be a region of another."""
     last = tensor.shape[1:2] > (1,) and tensor.stride(1) == 1 and tensor.stride(-1) > 1
-    if last and tensor.dim() in _CHANNELS_LAST:
-        return _CHANNELS_LAST[tensor.dim()]
+    if last and tensor.dim() in CHANNELS_LAST:
+        return CHANNELS_LAST[tensor.dim()]
     return torch.contiguous_format
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

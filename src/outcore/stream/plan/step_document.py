@@ -52,7 +52,7 @@ class StreamedStep:
         reserved: int,
         images: int = 0,
     ) -> StreamedStep:
-        """From a plan for a graph.
+        """The step that a plan makes of a graph.
 
         Args:
             plan: the tiles.

@@ -209,7 +209,6 @@ def predict_bytes(
     *,
     training: bool = True,
     dense: bool = False,
-    workers: int = 0,
     on_host: bool = False,
     rest: UntiledTail | None = None,
 ) -> StreamBytes:
@@ -219,7 +218,6 @@ def predict_bytes(
         prepared: the network in stages and tiles.
         training: whether there is a backward pass.
         dense: whether the output leaves tile by tile and is not put together (`Streamed.loss`, `Streamed.tiles`).
-        workers: threads that read ahead.
         on_host: whether maps between passes are in host memory.
         rest: what follows the boundary, where it runs under policies.
     """
@@ -259,6 +257,6 @@ def predict_bytes(
         tile_backward=max(f.backward for f in found),
         small=small,
         tail=rest.peak_bytes if rest is not None and rest.planned else _tail_bytes(prepared, training=training),
-        read=pixels * (workers + 1),
+        read=pixels,
         training=training,
     )

@@ -107,7 +107,7 @@ class TileTimes:
         )
 
     def _guessed(self, call: str) -> tuple[float, float]:
-        """By a plain ratio of FLOPs to bytes."""
+        """Seconds of forward and backward, guessed from the FLOPs and bytes of a call."""
         found, values = self.network.graph.calls[call], self.network.graph.values
         moved = sum(values[v].bytes for v in (*found.inputs, *found.outputs))
         weights = sum(math.prod(t.shape) for p in found.parameters if (t := _tensor(self.network.model, p)) is not None)

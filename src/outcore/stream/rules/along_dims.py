@@ -51,7 +51,7 @@ class Along:
         return dim if self.keepdim else dim - sum(d < dim for d in self.dims)
 
     def place(self, out: Region) -> Any:
-        """The same everywhere."""
+        """The position along the dimensions that it runs over, where these stay; else nothing."""
         return tuple(i for d, i in enumerate(out) if d in self.dims) if self.keepdim else None
 
 

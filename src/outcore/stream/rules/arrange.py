@@ -11,14 +11,14 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Border, Interval, Region, sizes
-from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.pointwise import Pointwise
 from outcore.stream.rules.reshape import Reshape
 
 
 @dataclass(frozen=True)
-class Permute:
+class Permute(PlainRule):
     """Dimensions in another order; new ones of size one may appear, and those of size one may be dropped."""
 
     operands: tuple[Ref, ...]
@@ -50,13 +50,9 @@ class Permute:
         """The new place of the dimension."""
         return self.order.index(dim) if dim in self.order else None
 
-    def place(self, out: Region) -> Any:
-        """The same everywhere."""
-        return None
-
 
 @dataclass(frozen=True)
-class Padding:
+class Padding(PlainRule):
     """Elements beyond the border, or fewer inside it."""
 
     operands: tuple[Ref, ...]
@@ -72,10 +68,6 @@ class Padding:
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Pad what lies outside."""
         return self.reading.read(crops[0], self._reach(out))
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Each dimension becomes itself."""
-        return dim
 
     def place(self, out: Region) -> Any:
         """How much lies outside."""

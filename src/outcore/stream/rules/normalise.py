@@ -17,7 +17,7 @@ from torch import nn
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, whole
 from outcore.ops.registry import kinds
-from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.reduce import Moments
 
 
@@ -37,7 +37,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class _PerChannel:
+class _PerChannel(PlainRule):
     operands: tuple[Ref, ...]
     shapes: tuple[tuple[int, ...], ...]
     eps: float
@@ -52,10 +52,6 @@ class _PerChannel:
     def follow(self, operand: int, dim: int) -> int | None:
         """Pixels stay; parameters are needed whole."""
         return dim if operand == 0 and dim != 1 else None
-
-    def place(self, out: Region) -> Any:
-        """The same everywhere."""
-        return None
 
     def _affine(self, crops: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         left = list(crops)
@@ -92,7 +88,7 @@ class Frozen(_PerChannel):
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(PlainRule):
     """A multiplication and an addition per channel, with finished factors."""
 
     operands: tuple[Ref, ...]
@@ -109,10 +105,6 @@ class Affine:
     def follow(self, operand: int, dim: int) -> int | None:
         """Pixels stay."""
         return dim if operand == 0 and dim != 1 else None
-
-    def place(self, out: Region) -> Any:
-        """The same everywhere."""
-        return None
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, clip
-from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, RuleContext, StreamCall, rule
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Join:
         return None if dim == self.dim else dim
 
     def place(self, out: Region) -> Any:
-        """Which parts."""
+        """The position along the joint: it says which of the joined tensors are read."""
         return out[self.dim]
 
 
 @dataclass(frozen=True)
-class Slice:
+class Slice(PlainRule):
     """A piece of a tensor: per dimension a start and a step, or one index (which drops the dimension)."""
 
     operands: tuple[Ref, ...]
@@ -79,10 +79,6 @@ class Slice:
     def follow(self, operand: int, dim: int) -> int | None:
         """Dimensions of which one index is taken are gone."""
         return self.parts[dim][2]
-
-    def place(self, out: Region) -> Any:
-        """The same everywhere."""
-        return tuple(i for (_, _, to), i in zip(self.parts, out, strict=False) if to is None)
 
 
 @rule("cat")

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, sizes
 from outcore.ops.registry import kinds
-from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, RegionRule, RuleContext, StreamCall, rule
 
 _KINDS = "activation, identity, sum, product, arithmetic, selection, comparison, cast, copy"
 
 
 @dataclass(frozen=True)
-class Pointwise:
+class Pointwise(PlainRule):
     """Each output element depends on the elements at its place; dimensions of size one stretch."""
 
     operands: tuple[Ref, ...]
@@ -51,13 +51,9 @@ class Pointwise:
         """Aligned at the last dimension."""
         return self.rank - len(self.shapes[operand]) + dim
 
-    def place(self, out: Region) -> Any:
-        """The same everywhere."""
-        return None
-
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(PlainRule):
     """Zeros at random; which ones is a function of seed, call and position, so every pass and tiling draws the same."""
 
     operands: tuple[Ref, ...]
@@ -77,10 +73,6 @@ class Dropout:
         shape = (*self.shape[:2], *(1 for _ in out[2:])) if self.whole_channels else self.shape
         keep = keep_mask(region, shape, self.rate, (given.seed, self.name), x.device)
         return x * (keep.to(x.dtype) / (1 - self.rate) if self.rate < 1 else torch.zeros_like(keep, dtype=x.dtype))
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Each dimension becomes itself."""
-        return dim
 
     def place(self, out: Region) -> Any:
         """Different everywhere."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import AdaptiveWindow, Interval, Region, SlidingWindow
 from outcore.ops.registry import kinds, spatial_dims
-from outcore.stream.call import NotStreamable, Reduction, RegionRule, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, Reduction, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
@@ -24,7 +24,7 @@ _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 @dataclass(frozen=True)
-class _Sliding:
+class _Sliding(PlainRule):
     operands: tuple[Ref, ...]
     windows: tuple[SlidingWindow, ...]
     reading: Reading
@@ -32,10 +32,6 @@ class _Sliding:
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The pixels under the windows; as many channels as are wanted."""
         return ((*out[: -len(self.windows)], *self.reading.needs(self._reach(out))),)
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Each dimension becomes itself."""
-        return dim
 
     def place(self, out: Region) -> Any:
         """The padding."""
@@ -119,7 +115,7 @@ class AveragePool(_Sliding):
 
 
 @dataclass(frozen=True)
-class AdaptiveAverage:
+class AdaptiveAverage(PlainRule):
     """Means over bins whose sizes differ by one."""
 
     operands: tuple[Ref, ...]
@@ -141,10 +137,6 @@ class AdaptiveAverage:
             means = [x.narrow(first + i, a - start, b - a).mean(first + i, keepdim=True) for a, b in parts]
             x = torch.cat(means, first + i)
         return x
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Each dimension becomes itself."""
-        return dim
 
     def place(self, out: Region) -> Any:
         """Bins differ from place to place."""

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import AdaptiveWindow, InterpolationWindow, Interval, Region
-from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.pool import AdaptiveAverage
 
 _KINDS: dict[str, Any] = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
 
 
 @dataclass(frozen=True)
-class Interpolation:
+class Interpolation(PlainRule):
     """Weighted sums of a few neighbours, at positions that follow from the size of the whole image."""
 
     operands: tuple[Ref, ...]
@@ -48,10 +48,6 @@ class Interpolation:
         for i, (r, (start, _), wanted) in enumerate(zip(self.along, held, out[-n:], strict=True)):
             x = _along(x, x.dim() - n + i, r, start, wanted)
         return x
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Each dimension becomes itself."""
-        return dim
 
     def place(self, out: Region) -> Any:
         """Where among the repeating positions; everywhere different if they do not repeat."""

@@ -78,7 +78,7 @@ class Reshape:
         return None
 
     def place(self, out: Region) -> Any:
-        """Where among the runs."""
+        """The position, where dimensions are joined or split: it says which runs of elements are taken."""
         return None if all(len(old) == 1 == len(new) for old, new in self.groups) else out
 
 

@@ -17,7 +17,7 @@ import torch
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Interval, Region, SlidingWindow, sizes
 from outcore.ops.registry import kinds, spatial_dims
-from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
+from outcore.stream.call import NotStreamable, PlainRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.pool import MAX_POOLS, MaxPool, max_windows
 
@@ -40,7 +40,7 @@ class MaxPositions(MaxPool):
 
 
 @dataclass(frozen=True)
-class Unpool:
+class Unpool(PlainRule):
     """Values at the positions of the maxima, zeros elsewhere."""
 
     operands: tuple[Ref, ...]
@@ -78,10 +78,6 @@ class Unpool:
         place = torch.where(inside, place, total).reshape(*lead, -1)
         made = values.new_zeros(*lead, total + 1).scatter(-1, place, values.reshape(*lead, -1))
         return made[..., :total].reshape(*lead, *pixels)
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Each dimension becomes itself."""
-        return dim
 
     def place(self, out: Region) -> Any:
         """Positions are those of the whole image."""

@@ -8,12 +8,15 @@ order; what it takes, with transfers competing for links and buffers counted, th
 The placement is that of plain pipelines (stage s on rank s) or of GEMS (two inverted replicas, micro-batches in
 turn). With inverted replicas a cap can leave every rank waiting for room on another; such a try is given up and None
 returned.
+
+`synthesised_orders` tries every rule with several windows and both placements; `planner/pipeline/order_search.py`
+simulates what comes out and takes the fastest order within the cap.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from outcore.program.instructions import Backward, Compute, Forward
@@ -53,9 +56,33 @@ class SchedulerSettings:
     memory_bytes: tuple[int, ...] | None = None
     """For each rank."""
 
-    def __str__(self) -> str:
-        replicas = "two inverted replicas, " if self.inverted else ""
-        return f"synthesised ({replicas}{self.rule}, {self.window} under way)"
+
+def synthesised_orders(
+    stages: Stages, micro_batches: int, caps: tuple[int, ...] | None, links: Links
+) -> Iterator[tuple[SchedulerSettings, list[list[Compute]]]]:
+    """Every order that the list scheduler finds for one pipeline, once, with the settings that gave it.
+
+    Args:
+        stages: the network, one stage to a rank.
+        micro_batches: in the step.
+        caps: the bytes that each rank may hold; None for no cap.
+        links: between the ranks.
+    """
+    seen: set[tuple[tuple[Compute, ...], ...]] = set()
+    for inverted in (False, True) if micro_batches > 1 and len(stages) > 1 else (False,):
+        for window in _windows(micro_batches, len(stages)):
+            for rule in RULES:
+                setting = SchedulerSettings(rule, window, inverted, caps)
+                orders = list_schedule(stages, micro_batches, setting, links)
+                if orders is not None and (order := tuple(map(tuple, orders))) not in seen:
+                    seen.add(order)
+                    yield setting, orders
+
+
+def _windows(micro_batches: int, depth: int) -> list[int]:
+    """How many micro-batches may be under way at a time: the numbers that are worth a try, in ascending order."""
+    wanted = {1, 2, 3, 4, 6, 8, 12, 16, depth - 1, depth, depth + 1, 2 * depth, micro_batches}
+    return sorted(window for window in wanted if 1 <= window <= micro_batches)
 
 
 def list_schedule(

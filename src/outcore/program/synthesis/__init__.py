@@ -1,1 +1,0 @@
-"""Making schedules: a list scheduler, and the search for the best order."""
