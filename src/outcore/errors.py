@@ -54,6 +54,8 @@ class PlanError(OutcoreError, ValueError):
     """The smallest budget that would do, where it is known."""
     least_policy: Mapping[str, Any] | None = None
     """The policies with which it would."""
+    further_passes: str = ""
+    """What it would take where further passes over an image are accepted, as a part of a sentence; empty if more."""
 
 
 class ProgramError(OutcoreError, ValueError):

@@ -58,7 +58,12 @@ def infer(
     ] = None,
     overlay: Annotated[bool, typer.Option(help="Write a small picture of the slide with its mask.")] = True,
     key: Annotated[
-        str | None, typer.Option("--key", help="Which output, of a model that returns several: its name or number.")
+        str | None,
+        typer.Option(
+            "--key",
+            help="Which output, of a model that returns several: its name or number.",
+            show_default="(the run's)",
+        ),
     ] = None,
     classes: Annotated[
         str | None, typer.Option("--classes", help="Names: benign,malignant.", show_default="the run's")

@@ -12,10 +12,10 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -40,8 +40,8 @@ from outcore.train.run_folder.folder import RunFolder
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.owner import owning
 from outcore.train.runners.build import build_runner
-from outcore.train.runners.runner import Runner
 from outcore.train.runners.step_loss import default_loss
+from outcore.train.scored_output import check_asked, chosen, output_shapes
 from outcore.train.settings.config import Config
 from outcore.train.settings.schedules import find_schedule, make_schedule
 from outcore.train.start import forecast, start_table
@@ -150,6 +150,7 @@ def _train_in(
     with console.status("planning") if first_rank() else contextlib.nullcontext():
         expected = forecast(job, first.inputs, config, first.targets)
         supply.check_labels(expected.graph)
+        shapes = output_shapes(expected.graph) if expected.graph is not None else {}
         runner, expected = build_runner(config, job, expected, first, folder, apart=apart)
     feed, validation = supply.feeds(
         config, job, lazy=runner.lazy, replica=runner.replica, whole_steps=runner.whole_steps
@@ -162,7 +163,9 @@ def _train_in(
         examples = feed.steps * supply.batch * config.train.accumulate if supply.train is None else supply.examples
         console.print(start_table(config, job, expected, steps=feed.steps, examples=examples, batch=supply.batch))
         console.print()
-    metrics = _metrics(config, runner, validation)
+    metrics, said = _metrics(config, shapes, first.targets, validation)
+    if said and runner.rank == 0:
+        console.print(f"{said}\n", highlight=False, markup=False, soft_wrap=True)
     if config.watch != "loss" and config.watch not in metrics:
         _refuse_watch(config.watch, metrics)
     assert runner.optimizer is not None
@@ -263,14 +266,24 @@ def _write_down(loop: Loop, supply: ExampleSupply, ended: str, time_s: float, co
         console.print(f"{said}outcore report {loop.folder.path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _metrics(config: Config, runner: Runner, validation: Feed | JobFeed | None) -> tuple[str, ...]:
-    if config.metrics or not isinstance(validation, Feed):
-        make_metrics(config.metrics)
-        return config.metrics
-    first = validation.first()
-    if first is None or not isinstance(first.targets, torch.Tensor):
-        return ()
-    return default_metrics(first.targets)
+def _metrics(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], targets: Any, validation: Feed | JobFeed | None
+) -> tuple[tuple[str, ...], str]:
+    """What a validation measures beside the loss; and what to say of that, where something is left out.
+
+    Args:
+        config: the settings.
+        shapes: of the network's outputs, by key.
+        targets: that belong to them.
+        validation: what is validated on.
+    """
+    make_metrics(config.metrics)
+    if validation is None:
+        return config.metrics, ""
+    check_asked(config.metrics, config.key, shapes, targets)
+    if config.metrics or not isinstance(validation, Feed) or not isinstance(targets, torch.Tensor):
+        return config.metrics, ""
+    return chosen(default_metrics(targets), config.key, shapes, targets)
 
 
 def _skeleton(job: Job) -> nn.Module | None:

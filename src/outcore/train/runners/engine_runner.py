@@ -16,6 +16,7 @@ from outcore.run import Engine
 from outcore.run.ranks.world import World
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.runners.runner import StepOutcome
+from outcore.train.scored_output import pick
 
 __all__ = ["EngineRunner", "finite_only"]
 
@@ -35,8 +36,8 @@ class EngineRunner:
 
     whole_steps = True
 
-    def __init__(self, engine: Engine, world: World) -> None:
-        self.engine, self._world = engine, world
+    def __init__(self, engine: Engine, world: World, key: str | None = None) -> None:
+        self.engine, self._world, self._key = engine, world, key
         self.lazy = engine.plan.spatial is not None
         """Whether each rank reads the part of a slide that it needs."""
         self.rank = engine.rank
@@ -72,6 +73,7 @@ class EngineRunner:
         world = self.engine.world
         if world.size == 1:
             return loss, output
+        output = pick(output, self._key)
         small = isinstance(output, Tensor) and output.numel() <= _MOST_SHARED
         shared = self.engine.share(output.tolist() if small else None)
         found = next((rows for rows in shared if rows is not None), None)

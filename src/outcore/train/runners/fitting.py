@@ -136,7 +136,7 @@ def _within_or_streamed(
     from outcore.train.runners.tiling import choose_step, plan_stream
 
     beside = loss.bytes if expected.loss_bytes is None else expected.loss_bytes
-    refused, enough = [], []
+    refused, enough, passes = [], [], ""
     try:
         step = choose_step(model, job, config, expected, budget, beside, first.inputs)
         if step.rung == "plain":
@@ -153,11 +153,13 @@ def _within_or_streamed(
     except (PlanError, StreamError, CaptureError) as error:
         least = getattr(error, "least_bytes", None)
         enough += [] if least is None else [least]
+        passes = getattr(error, "further_passes", "") if least is not None else ""  # else the reason says it
         refused.append(_why(error))
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
     if expected.peak_bytes is not None:
         enough.append(expected.peak_bytes + (loss.bytes if expected.loss_bytes is None else 0))
     give = f"; give --memory {rounded_up(min(enough))} or more" if enough else ""
+    give += f", or plan.statistics=true, {passes}" if passes else ""
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
 
 
