@@ -408,6 +408,48 @@ def test_a_budget_that_nothing_can_meet_is_refused_with_the_least_that_would_do(
     assert run(job, tmp_path / "again", f"data.train={data}", f"plan.memory={found[1]}")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ("", r"policies and tiles need at least [\d.]+ KiB"),
+        (
+            "def loss(output, target):\n    return nn.functional.cross_entropy(output, target)\n",
+            "and tiles need no less",
+        ),
+    ],
+)
+def test_where_policies_take_more_than_a_plain_step_the_budget_that_a_refusal_names_is_enough(
+    tmp_path: Path, loss: str, why: str
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import torch\nfrom torch import nn\n\n\ndef model():\n"
+        "    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))\n\n\n"
+        f"def batch(size):\n    return torch.randn(size, 6), torch.randint(3, (size,))\n\n\n{loss}"
+    )
+    with pytest.raises(TrainError, match=f"{why}; give --memory") as refused:
+        run(job, tmp_path / "run", "train.steps=1", "plan.memory=1KiB")
+    found = re.search(r"give --memory (\w+) or more$", str(refused.value))
+    assert found is not None
+    assert run(job, tmp_path / "again", "train.steps=1", f"plan.memory={found[1]}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"), [((), []), (("runs",), ["runs"]), (("runs/notes.txt",), ["runs", "runs/notes.txt"])]
+)
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder_that_it_made(
+    tmp_path: Path, kept: tuple[str, ...], left: list[str]
+) -> None:
+    job = write_job(tmp_path / "jobs")
+    for name in kept:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).touch() if name.endswith(".txt") else (tmp_path / "out" / name).mkdir()
+    with pytest.raises(TrainError, match="the budget is"):
+        run(job, tmp_path / "out/runs/first", "plan.memory=1KiB")
+    found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
+    assert found == left and (tmp_path / "out").exists() == bool(kept)
+
+
 def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert run(write_job(tmp_path), tmp_path / "run", "log.tensorboard=true")[0] == 0

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from outcore.documents.folders import missing_folders, remove_empty
 from outcore.errors import CheckpointError, ConfigError, OutcoreError, TrainError
 from outcore.job import Job
 from outcore.machine.units import parse_budget
@@ -126,7 +127,9 @@ def _leaving_no_traces(folder: RunFolder) -> Iterator[Callable[[], None]]:
     def failed() -> None:
         if fresh:
             folder.discard()
+            remove_empty(made)
 
+    made = missing_folders(folder.path)
     fresh = not folder.path.exists() or not any(folder.path.iterdir())
     try:
         yield failed

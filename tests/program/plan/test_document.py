@@ -163,3 +163,9 @@ def test_memory_written_in_place_is_not_torn() -> None:
     stages = (("a",), ("getitem()", "mul_()"), ("b",))
     with pytest.raises(PlanError, match=r"mul_\(\) writes into the memory of .* which b reads afterwards"):
         Plan(graph.fingerprint, stages).validate(graph)
+
+
+@pytest.mark.parametrize(("rest", "said"), [(1, "then 1 more stage"), (2, "then 2 more stages"), (0, "2 ranks")])
+def test_stages_behind_a_grid_are_counted_in_words(rest: int, said: str) -> None:
+    made = Plan("0", tuple((f"stage{k}",) for k in range(rest + 1)), spatial={"grid": [1, 2]})
+    assert made.arrangement.endswith(said)

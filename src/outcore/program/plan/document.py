@@ -26,7 +26,7 @@ from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import MapOf, check
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.machine.units import format_bytes, format_time
+from outcore.machine.units import counted, format_bytes, format_time
 from outcore.notebook import html_of
 from outcore.program.plan.order import check_order
 from outcore.program.plan.schema import MOST, check_against, check_policy, check_spatial, schema
@@ -268,7 +268,7 @@ class Plan:
     def arrangement(self) -> str:
         """How the ranks are used, in a few words: ``2 stages x 2 replicas, gems``."""
         if self.spatial is not None:
-            rest = f", then {len(self.stages) - 1} more stages" if len(self.stages) > 1 else ""
+            rest = f", then {counted(len(self.stages) - 1, 'more stage')}" if len(self.stages) > 1 else ""
             copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
             return f"image over {' x '.join(str(n) for n in self.grid)} ranks{rest}{copies}"
         if len(self.stages) == 1:
