@@ -136,7 +136,7 @@ def _write_files(writing: CheckpointWriter, files: RankFiles) -> None:
         writing.error = str(error).strip().splitlines()[0]
 
 
-def _apart(tensors: Tensors) -> Tensors:
+def _apart(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors on the host, a copy of what shares memory with another: what is tied is stored under all its names.
 
     Who reads one of the names may hold it apart from the others, as another stage.
