@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from outcore.data import write_slides
-from outcore.errors import CheckpointError, ConfigError, DataError, JobError, TrainError
+from outcore.errors import CheckpointError, ConfigError, DataError, JobError, PlanError, TrainError
 from outcore.job import Job
 from outcore.run.checkpoint.restore import find_checkpoint
 from outcore.run.ranks.world import World
@@ -448,6 +448,26 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder_that_it_made(
         run(job, tmp_path / "out/runs/first", "plan.memory=1KiB")
     found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
     assert found == left and (tmp_path / "out").exists() == bool(kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"no file .*p\.json; make one with: outcore plan .*job\.py --devices 2 -o .*p\.json"),
+        (
+            '{"format": 1, "graph": "0", "stages": [["0"]], "schedule": "zigzag"}',
+            "schedule is 'zigzag'; expected one of",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_refused_once_before_ranks_are_started(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "p.json").write_text(text)
+    with pytest.raises(PlanError, match=said):  # a rank's own error would end as an exit code
+        run(write_job(tmp_path), tmp_path / "run", f"plan.file={tmp_path / 'p.json'}", "plan.ranks=2")
+    assert not (tmp_path / "run").exists()
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:

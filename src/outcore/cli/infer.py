@@ -155,7 +155,7 @@ def _check_paths(
     from outcore.infer.partial import check_free, check_not_read
 
     if not data.exists():
-        raise DataError(f"no file {data}; give the path of a slide, an image or an array, or of a table or folder of them")
+        raise DataError(f"no file {data}; give the path of a slide, or of a table or folder of slides")
     if several:
         find_slides(data)  # one that holds none is refused for that
     if several and output is None:

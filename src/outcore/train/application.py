@@ -23,9 +23,10 @@ from rich.console import Console
 from torch import nn
 
 from outcore.documents.folders import missing_folders, remove_empty
-from outcore.errors import CheckpointError, ConfigError, OutcoreError, TrainError
+from outcore.errors import CheckpointError, ConfigError, OutcoreError, PlanError, TrainError
 from outcore.job import Job
 from outcore.machine.units import parse_budget
+from outcore.program.plan.document import Plan
 from outcore.run.checkpoint.restore import has_checkpoint
 from outcore.run.ranks.parent_death import end_with_parent, launcher_pid
 from outcore.run.ranks.world import identify
@@ -69,11 +70,16 @@ def train(config: Config, console: Console) -> int:
 
 
 def _check_names(config: Config) -> None:
-    """Refuse what cannot be measured or scheduled, before anything is read, planned or written."""
+    """Refuse what cannot be measured, scheduled or followed as a plan, before anything is read, planned or written."""
     find_schedule(config.schedule)
     make_metrics(config.metrics)
     if config.metrics and config.watch not in ("loss", *config.metrics):
         _refuse_watch(config.watch, config.metrics)
+    if (file := config.plan.file) is not None:
+        if not Path(file).is_file():
+            devices = max(2, config.plan.ranks)
+            raise PlanError(f"no file {file}; make one with: outcore plan {config.job} --devices {devices} -o {file}")
+        Plan.load(file)
 
 
 def _refuse_watch(watch: str, metrics: tuple[str, ...]) -> NoReturn:

@@ -177,8 +177,9 @@ class Plan:
         check_against(self, graph, place_calls(graph, self.stages))
         if ranks is not None and ranks != self.ranks:
             raise PlanError(
-                f"the plan needs {self.ranks} ranks ({self.replicas} replicas of {self.ranks_per_replica}), "
-                f"but there are {ranks}; start {self.ranks}, or plan for {ranks}"
+                f"the plan needs {counted(self.ranks, 'rank')} ({counted(self.replicas, 'replica')} of "
+                f"{self.ranks_per_replica}), but there {'is' if ranks == 1 else 'are'} {ranks}; start {self.ranks} "
+                f"(outcore train --ranks {self.ranks}), or plan for {ranks}"
             )
 
     def diff(self, other: Plan) -> list[str]:
