@@ -470,6 +470,12 @@ def test_a_plan_that_cannot_be_read_is_refused_once_before_ranks_are_started(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_where_the_run_would_go_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    with pytest.raises(TrainError, match=r"job\.py, where the run would go, is a file; say another --out"):
+        run(job, job)
+
+
 def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert run(write_job(tmp_path), tmp_path / "run", "log.tensorboard=true")[0] == 0

@@ -75,6 +75,8 @@ def _check_names(config: Config) -> None:
     make_metrics(config.metrics)
     if config.metrics and config.watch not in ("loss", *config.metrics):
         _refuse_watch(config.watch, config.metrics)
+    if (folder := Path(config.out)).exists() and not folder.is_dir():
+        raise TrainError(f"{folder}, where the run would go, is a file; say another --out")
     if (file := config.plan.file) is not None:
         if not Path(file).is_file():
             devices = max(2, config.plan.ranks)

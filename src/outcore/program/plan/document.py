@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -53,6 +53,8 @@ class PredictedStep:
     """Share of the ranks' time in which they wait."""
     judge: str = "closed form"
     """What predicted it."""
+    samples: int | None = None
+    """Of a step, where that is not the job's own batch."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Plan:
             value = getattr(self, f.name)
             if f.name in document or value is None or value in ((), {}):
                 continue
-            document[f.name] = asdict(value) if isinstance(value, PredictedStep) else value
+            document[f.name] = value if not isinstance(value, PredictedStep) else _without_none(asdict(value))
         plain: dict[str, Any] = json.loads(json.dumps(document))
         return plain
 
@@ -246,6 +248,17 @@ class Plan:
             row = dict(given["predicted"])
             given["predicted"] = PredictedStep(**(row | {"peak_bytes": tuple(row["peak_bytes"])}))
         return cls(**given)
+
+    def for_batch(self, samples: int | None) -> Plan:
+        """The plan with the batch that its figures are for; None for the job's own."""
+        if self.predicted is None:
+            return self
+        return replace(self, predicted=replace(self.predicted, samples=samples))
+
+    @property
+    def samples(self) -> int | None:
+        """Of a step, where its figures are for another batch than the job's own."""
+        return None if self.predicted is None else self.predicted.samples
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, a stage per line."""
@@ -306,3 +319,7 @@ def _rows(value: list[Any]) -> str:
     if value and isinstance(value[0], list):
         return "[\n  " + ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value) + "\n ]"
     return json.dumps(value)
+
+
+def _without_none(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
