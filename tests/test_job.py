@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.job import Input
+from outcore.errors import JobError
+from outcore.job import _INSTALLED_AS, Input, Job
 
 GOOD = """
 import torch
@@ -149,3 +150,33 @@ def test_an_argument_that_is_not_there_is_answered_with_the_nearest(tmp_path: Pa
         outcore.Job.load(write(tmp_path, GOOD), arguments=["depth=4"])
     with pytest.raises(outcore.OutcoreError, match=r"--arg depth: model\(\) of .*job.py takes no arguments"):
         outcore.Job.load(write(tmp_path, GOOD.replace("width=8", "").replace("width)", "8)")), arguments=["depth=4"])
+
+
+@pytest.mark.parametrize(
+    ("imported", "said"),
+    [
+        (
+            "nosuchpackage",
+            r"No module named 'nosuchpackage'; if it is a package, type: \S+ -m pip install nosuchpackage;",
+        ),
+        ("json.nosuch", r"No module named 'json.nosuch'(; 'json' is not a package)?$"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, imported: str, said: str
+) -> None:
+    (tmp_path / "job.py").write_text(f"import {imported}\n")
+    with pytest.raises(JobError, match=said):
+        Job.load(str(tmp_path / "job.py"))
+
+
+def test_packages_are_named_as_pip_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_INSTALLED_AS, "nosuchpackage", "no-such-package")
+    with pytest.raises(JobError, match=r"no module 'nosuchpackage' here; .* -m pip install no-such-package;"):
+        Job.load("nosuchpackage.nets:Net", inputs=("1x3",))
+
+
+def test_a_file_of_another_kind_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "slides.csv").write_text("path,label\n")
+    with pytest.raises(JobError, match=r"slides\.csv is not a Python file; give one with model\(\) and batch\(size\)"):
+        Job.load(str(tmp_path / "slides.csv"))

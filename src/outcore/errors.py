@@ -54,6 +54,8 @@ class PlanError(OutcoreError, ValueError):
     """The smallest budget that would do, where it is known."""
     least_policy: Mapping[str, Any] | None = None
     """The policies with which it would."""
+    further_passes: str = ""
+    """What it would take where further passes over an image are accepted, as a part of a sentence; empty if more."""
 
 
 class ProgramError(OutcoreError, ValueError):
@@ -104,7 +106,9 @@ def suggest(name: str, known: Iterable[str], *, prefix: str = "", shown: int = 1
     >>> suggest("colour", ["depth", "width"], shown=1)
     'known are depth and 1 more'
     """
-    names = list(dict.fromkeys(known))
+    names = [name for name in dict.fromkeys(known) if name]  # the whole of something has no name to type
+    if not names:
+        return "none is known"
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(prefix + n for n in near)}?"
     more = f" and {len(names) - shown} more" if len(names) > shown else ""

@@ -45,7 +45,14 @@ def batch(size):
     return torch.randn(size, 3, 224, 224), torch.randint(1000, (size,))
 """
 
-
+_INSTALLED_AS = {
+    "PIL": "Pillow",
+    "cv2": "opencv-python-headless",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "PyYAML",
+}
+"""Packages that pip knows by another name than Python."""
 _CALLED = {"batch": "size", "loss": "output, target", "dataset": "split"}
 """What outcore gives functions of a job; a sweep gives ``model`` and ``optimizer`` more."""
 
@@ -196,7 +203,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         raise JobError(f"no file {path}; write one with these two functions:\n\n{_EXAMPLE}")
     spec = importlib.util.spec_from_file_location(f"outcore_job_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise JobError(f"{path} is not a Python file")
+        raise JobError(f"{path} is not a Python file; give one with model() and batch(size), like job.py")
     module = importlib.util.module_from_spec(spec)
     if _has_keras(text := path.read_text(encoding="utf-8", errors="replace")):
         settle_triton(text)
@@ -205,7 +212,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that ends the program must not end it as a success
         said = f"{path} cannot be imported{_place(error)}: {_first_line(error)}"
-        raise JobError(said + _hidden_package(path, error)) from error
+        raise JobError(said + (_hidden_package(path, error) or _missing_package(error))) from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer", "dataset")}
@@ -231,6 +238,15 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         size=getattr(module, "size", 1),
         settings=_taken(build),
     )
+
+
+def _missing_package(error: BaseException) -> str:
+    """What to type where a package is not installed; a part that an installed one lacks is not to be had so."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not package or importlib.util.find_spec(package) is not None:
+        return ""
+    name = _INSTALLED_AS.get(package, package)
+    return f"; if it is a package, type: {sys.executable} -m pip install {name}; if it is a file, put it beside the job"
 
 
 def _hidden_package(path: Path, error: BaseException) -> str:
@@ -321,7 +337,7 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise JobError(f"no module {error.name!r} here; is it installed in this environment?") from error
+        raise JobError(f"no module {error.name!r} here{_missing_package(error)}") from error
     except (Exception, SystemExit) as error:
         raise JobError(f"{package} cannot be imported{_place(error)}: {_first_line(error)}") from error
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from outcore.program.plan.document import Plan
 from tests.cli.command import outcore_command
 
@@ -71,3 +73,35 @@ def test_ranks_that_mostly_wait_are_told_what_would_help() -> None:
     many = outcore_command(*command, "2048x3x32x32")  # with 8 the host sets the pace, and ways to share them are alike
     assert one.stdout.startswith("4 stages, model_parallel\n") and "a larger --batch gives them" in one.stdout
     assert many.stdout.startswith("data parallel, 4 replicas") and "a larger --batch" not in many.stdout
+
+
+TINY = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batch(size):
+    return torch.randn(size, 6), torch.randint(3, (size,))
+"""
+
+
+@pytest.mark.parametrize("machine", ["h100", "h100x2"])
+def test_a_plan_is_simulated_with_the_batch_it_was_made_for(tmp_path: Path, machine: str) -> None:
+    (tmp_path / "job.py").write_text(TINY)
+    made = outcore_command("plan", "job.py", "-b", "8", "--on", machine, "-o", "p.json", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert Plan.load(tmp_path / "p.json").samples == 8
+    shown = outcore_command("simulate", "job.py", "p.json", "--on", machine, folder=tmp_path)
+    assert "job.py, batch 8, on" in shown.stdout
+    other = outcore_command("simulate", "job.py", "p.json", "-b", "4", "--on", machine, folder=tmp_path)
+    assert "job.py, batch 4, on" in other.stdout
+
+
+def test_a_plan_for_the_jobs_own_batch_names_none(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(TINY)
+    shown = outcore_command("plan", "job.py", "--on", "h100", "--json", folder=tmp_path)
+    assert "samples" not in json.loads(shown.stdout)["plan"]["predicted"]

@@ -44,11 +44,11 @@ def test_labels(folder: Path, labels: tuple[str, ...], numbers: list[float], cla
     ("text", "said"),
     [
         ("file,label\na.npy,0\n", "columns file, label; needed are path"),
-        ("path,label\n", "names no slide"),
+        ("path,label\n", "names no slide; below its columns write a line for each"),
         ("path,label\na.npy,0\nb.npy,\n", "line 3: the label is empty"),
         ("path,label\na.npy,0\nb.npy,-1\n", "line 3: label -1 is negative"),
         ("path,label\na.npy,tall\nb.npy,1\n", "line 3: label '1' is a number, others are words"),
-        ("path,label\na.npy,0\nd.npy,1\n", "line 3: no file"),
+        ("path,label\na.npy,0\nd.npy,1\n", "line 3: no file .*; paths are relative to the table"),
     ],
 )
 def test_what_is_wrong_is_named_by_line(folder: Path, text: str, said: str) -> None:

@@ -146,7 +146,7 @@ def test_tiles_of_a_map_come_one_by_one_and_fill_it() -> None:
         (("--key", "out"), "error: --key out: the model returns one Tensor; leave out --key"),
         (("-o", "mask.jpg"), "not as .jpg"),
         (("-a", "pooled=true", "--heat", "1"), "this network gives classes; leave it out"),
-        (("--data", "gone.tif"), "error: no file gone.tif\n"),
+        (("--data", "gone.tif"), "error: no file gone.tif; give the path of a slide"),
     ],
 )
 def test_words_that_would_have_no_effect_are_refused(work, words, said) -> None:

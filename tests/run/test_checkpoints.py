@@ -74,6 +74,16 @@ def test_weights_load_in_plain_pytorch(ranks: Pool, tmp_path: Path) -> None:
     assert {f.suffix or f.name for f in directory.rglob("*")} == {".json", ".safetensors", "SHA256SUMS"}
 
 
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [(1, 2), (2, 1)])
+def test_tied_weights_continue_where_one_stage_holds_both_and_where_two_do(
+    ranks: Pool, tmp_path: Path, saved_on: int, resumed_on: int
+) -> None:
+    saved = ranks.run(go, saved_on, "transformer", BY_STAGES[saved_on], 0, 1, str(tmp_path), save=True, wait=True)[0]
+    assert equal(read_weights(tmp_path), saved["weights"])
+    resumed = ranks.run(go, resumed_on, "transformer", BY_STAGES[resumed_on], 1, 1, str(tmp_path), load=True)
+    assert all(equal(result["weights"], saved["weights"]) for result in resumed)
+
+
 def test_an_engine_can_begin_with_stored_weights_and_none_of_its_own(ranks: Pool, tmp_path: Path) -> None:
     saved = ranks.run(go, 2, "resnet", BY_STAGES[2], 0, 1, str(tmp_path), save=True)[0]
     begun = ranks.run(go, 2, "resnet", BY_STAGES[2], 0, 0, weights=str(tmp_path))

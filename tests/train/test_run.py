@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from outcore.data import write_slides
-from outcore.errors import CheckpointError, ConfigError, DataError, JobError, TrainError
+from outcore.errors import CheckpointError, ConfigError, DataError, JobError, PlanError, TrainError
 from outcore.job import Job
 from outcore.run.checkpoint.restore import find_checkpoint
 from outcore.run.ranks.world import World
@@ -406,6 +406,74 @@ def test_a_budget_that_nothing_can_meet_is_refused_with_the_least_that_would_do(
     found = re.search(said, str(refused.value))
     assert found is not None
     assert run(job, tmp_path / "again", f"data.train={data}", f"plan.memory={found[1]}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ("", r"policies and tiles need at least [\d.]+ KiB"),
+        (
+            "def loss(output, target):\n    return nn.functional.cross_entropy(output, target)\n",
+            "and tiles need no less",
+        ),
+    ],
+)
+def test_where_policies_take_more_than_a_plain_step_the_budget_that_a_refusal_names_is_enough(
+    tmp_path: Path, loss: str, why: str
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import torch\nfrom torch import nn\n\n\ndef model():\n"
+        "    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))\n\n\n"
+        f"def batch(size):\n    return torch.randn(size, 6), torch.randint(3, (size,))\n\n\n{loss}"
+    )
+    with pytest.raises(TrainError, match=f"{why}; give --memory") as refused:
+        run(job, tmp_path / "run", "train.steps=1", "plan.memory=1KiB")
+    found = re.search(r"give --memory (\w+) or more$", str(refused.value))
+    assert found is not None
+    assert run(job, tmp_path / "again", "train.steps=1", f"plan.memory={found[1]}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"), [((), []), (("runs",), ["runs"]), (("runs/notes.txt",), ["runs", "runs/notes.txt"])]
+)
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder_that_it_made(
+    tmp_path: Path, kept: tuple[str, ...], left: list[str]
+) -> None:
+    job = write_job(tmp_path / "jobs")
+    for name in kept:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).touch() if name.endswith(".txt") else (tmp_path / "out" / name).mkdir()
+    with pytest.raises(TrainError, match="the budget is"):
+        run(job, tmp_path / "out/runs/first", "plan.memory=1KiB")
+    found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
+    assert found == left and (tmp_path / "out").exists() == bool(kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"no file .*p\.json; make one with: outcore plan .*job\.py --devices 2 -o .*p\.json"),
+        (
+            '{"format": 1, "graph": "0", "stages": [["0"]], "schedule": "zigzag"}',
+            "schedule is 'zigzag'; expected one of",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_refused_once_before_ranks_are_started(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "p.json").write_text(text)
+    with pytest.raises(PlanError, match=said):  # a rank's own error would end as an exit code
+        run(write_job(tmp_path), tmp_path / "run", f"plan.file={tmp_path / 'p.json'}", "plan.ranks=2")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_where_the_run_would_go_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    with pytest.raises(TrainError, match=r"job\.py, where the run would go, is a file; say another --out"):
+        run(job, job)
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:

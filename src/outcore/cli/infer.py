@@ -58,7 +58,12 @@ def infer(
     ] = None,
     overlay: Annotated[bool, typer.Option(help="Write a small picture of the slide with its mask.")] = True,
     key: Annotated[
-        str | None, typer.Option("--key", help="Which output, of a model that returns several: its name or number.")
+        str | None,
+        typer.Option(
+            "--key",
+            help="Which output, of a model that returns several: its name or number.",
+            show_default="(the run's)",
+        ),
     ] = None,
     classes: Annotated[
         str | None, typer.Option("--classes", help="Names: benign,malignant.", show_default="the run's")
@@ -150,7 +155,7 @@ def _check_paths(
     from outcore.infer.partial import check_free, check_not_read
 
     if not data.exists():
-        raise DataError(f"no file {data}")
+        raise DataError(f"no file {data}; give the path of a slide, or of a table or folder of slides")
     if several:
         find_slides(data)  # one that holds none is refused for that
     if several and output is None:

@@ -88,12 +88,13 @@ def plan_on_one_device(
                 tiles=(step.peak_bytes, step.time_s),
             )
             write_text(svg, drawn)
-        _show_tiles(graph, device.name, budget_bytes, step, output=output, json=json)
+        document = step.document().for_batch(batch)
+        _show_tiles(graph, device.name, budget_bytes, step, document, output=output, json=json)
         wrote(output, svg)
         return
     with working("searching for faster and smaller steps", quiet=json):
         found = frontier(made.keeping, known=[made.assignment])
-    document = made.document()
+    document = made.document().for_batch(batch)
     if output is not None:
         document.save(output)
     plain_s, plain_peak = plain.step.step_s, plain.memory.peak_bytes
@@ -177,10 +178,16 @@ def is_for_one_device(made: Plan) -> bool:
 
 
 def _show_tiles(
-    graph: Graph, device: str, budget_bytes: int, step: OneDeviceStep, *, output: Path | None, json: bool
+    graph: Graph,
+    device: str,
+    budget_bytes: int,
+    step: OneDeviceStep,
+    document: Plan,
+    *,
+    output: Path | None,
+    json: bool,
 ) -> None:
     """Print a step in tiles."""
-    document = step.document()
     if output is not None:
         document.save(output)
     if json:

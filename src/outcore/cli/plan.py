@@ -136,6 +136,7 @@ def plan(
             beside=beside,
             over_pixels=is_over_pixels(found, graph),
         )
+        made = made.for_batch(batch)
         if output is not None:
             made.save(output)
         typer.echo(json_module.dumps(made.to_json(), indent=1) if json else str(made))
@@ -174,6 +175,7 @@ def plan(
     if chosen is not None and chosen > found.size:
         said = f"a step trains on {chosen} samples, one for each device; --batch {found.size} for the job's own batch"
         made = replace(made, why=(said, *made.why))
+    made = made.for_batch(batch)
     if output is not None:
         made.save(output)
     if json:
@@ -225,7 +227,7 @@ def simulate(
         shown = "this machine" if machine is None else machine
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
-    size = batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None)
+    size = batch or made.samples or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None)
     graph = found.capture(size)
     if is_for_one_device(made):
         costs = estimate(graph, where)

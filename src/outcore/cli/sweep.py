@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.documents.folders import missing_folders, remove_empty
 
 if TYPE_CHECKING:
     from outcore.fusion.sweep.sweep import Sweep
@@ -91,22 +92,25 @@ def sweep(
         measure=measure,
         seed=seed,
     )
+    made = missing_folders(output)
     output.mkdir(parents=True, exist_ok=True)
-    count = trials or len(grid(wanted))
     source: TrialSource
-    if trials is None and pruner == "none":
-        source = ListedTrials(grid(wanted), output / "trials.jsonl")
-    else:
-        source = Tuner(
-            wanted, output, trials=count, search=search, pruner=pruner, interval=every, steps=steps, seed=seed
-        )
-    running = Sweep(options, source)
-    console = Console(stderr=json)
     try:
+        count = trials or len(grid(wanted))
+        if trials is None and pruner == "none":
+            source = ListedTrials(grid(wanted), output / "trials.jsonl")
+        else:
+            source = Tuner(
+                wanted, output, trials=count, search=search, pruner=pruner, interval=every, steps=steps, seed=seed
+            )
+        running = Sweep(options, source)
+        console = Console(stderr=json)
         _run(running, console, count * steps, live=sys.stdout.isatty() and not json)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; run the same command again to go on with {output}", err=True)
         raise typer.Exit(130) from None
+    finally:
+        remove_empty(made)
     if json:
         rows = [asdict(r) for r in sorted(running.results.values(), key=lambda r: r.number)]
         best = running.best.number if running.best else None

@@ -57,12 +57,13 @@ def verify(
 
     if plan_file is not None and not plan_file.is_file():
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 1 -o {plan_file}")
+    given = Plan.load(plan_file) if plan_file is not None else None
     with contextlib.nullcontext() if json else Console(stderr=True).status("training both ways"):
         verdict = verify_job(
             Job.load(job, inputs=inputs or (), arguments=arguments or ()),
-            plan=Plan.load(plan_file) if plan_file is not None else None,
+            plan=given,
             memory=memory,
-            size=batch,
+            size=batch or (given.samples if given is not None else None),
             image=image,
             steps=steps,
             device=device,

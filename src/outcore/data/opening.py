@@ -54,7 +54,7 @@ def _check_file(path: Path) -> None:
     except (OSError, ValueError) as error:  # names that are too long, or hold a zero byte
         raise DataError(f"no file {str(path)[:200]!r}: {error}") from None
     if not there:
-        raise DataError(f"no file {path}")
+        raise DataError(f"no file {path}; give the path of a slide, an image or an array")
     if not plain:
         raise DataError(f"{path} is a pipe, a socket or a device, not a file; write it to a file first")
 

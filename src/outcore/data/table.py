@@ -152,7 +152,7 @@ def read_table(
     if "path" not in columns or not {"label", "mask"} & set(columns):
         raise DataError(f"{path} has columns {', '.join(columns) or 'none'}; needed are path, and label or mask")
     if not lines:
-        raise DataError(f"{path} names no slide")
+        raise DataError(f"{path} names no slide; below its columns write a line for each, like slides/001.tif,benign")
     labels, names = _labels(path, [(n, line.get("label")) for n, line in lines], "label" in columns, classes)
     rows = []
     for (number, line), label in zip(lines, labels, strict=True):
@@ -161,7 +161,7 @@ def read_table(
         masked = path.parent / mask if mask else None
         for file_path in filter(None, (slide, masked)):
             if on_bad == "raise" and not _exists(file_path):
-                raise DataError(f"{path}, line {number}: no file {file_path}")
+                raise DataError(f"{path}, line {number}: no file {file_path}; paths are relative to the table's folder")
         rows.append(SlideRow(number, slide, label, masked))
     _check_repeated(path, rows, names)
     return SlideTable(tuple(rows), names, on_bad, on_damage, str(path))

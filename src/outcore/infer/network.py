@@ -31,9 +31,16 @@ __all__ = ["InferNetwork", "KeyedOutput", "load_network"]
 class KeyedOutput(nn.Module):
     """A model with one of its outputs."""
 
-    def __init__(self, model: nn.Module, key: str) -> None:
+    def __init__(self, model: nn.Module, key: str, *, given: bool = True) -> None:
+        """Keep the model.
+
+        Args:
+            model: returns several outputs.
+            key: the name or number of one of them.
+            given: by the user here; a run's own may be of a network that returns several in training alone.
+        """
         super().__init__()
-        self.model, self.key = model, key
+        self.model, self.key, self.given = model, key, given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output under the key: of a dictionary by name, of a tuple or list by number."""
@@ -46,6 +53,8 @@ class KeyedOutput(nn.Module):
             if not self.key.isdecimal() or int(self.key) >= len(made):
                 raise JobError(f"--key {self.key}: the model returns {len(made)} outputs, 0 to {len(made) - 1}")
             return made[int(self.key)]
+        if not self.given:
+            return made
         raise JobError(f"--key {self.key}: the model returns one {type(made).__name__}; leave out --key")
 
 
@@ -131,4 +140,7 @@ def load_network(
         trained.load_into(model)
     model = with_channels_first(model.to(device or torch.device("cpu")).eval())
     names = tuple(classes) or (trained.classes if trained is not None else ())
-    return InferNetwork(model if key is None else KeyedOutput(model, key).eval(), seen, names, key, bool(classes))
+    one = key if key is not None or trained is None else trained.key
+    if one is not None:
+        model = KeyedOutput(model, one, given=key is not None).eval()
+    return InferNetwork(model, seen, names, one, bool(classes))

@@ -61,7 +61,7 @@ def find_slides(data: Path) -> list[SlideInput]:
             raise DataError(f"{data} has columns {', '.join(columns) or 'none'}; needed is path")
         found = [(data.parent / row["path"].strip(), row["path"].strip(), row.get("label", "")) for _, row in rows]
         if not found:
-            raise DataError(f"{data} names no slide")
+            raise DataError(f"{data} names no slide; below its columns write a line for each, like slides/001.tif")
     if twice := [given for given, count in Counter(given for _, given, _ in found).items() if count > 1]:
         raise DataError(f"{data} names {twice[0]} more than once; once is enough")
     stems = [path.stem for path, _, _ in found]

@@ -235,6 +235,7 @@ def refused_both_ways(refused: PlanError, error: PlanError | StreamError) -> Pla
     else:
         both = PlanError(f"{refused}; tiles do not help: {str(error).partition('; give ')[0]}")
     both.least_bytes = min(known, default=None)
+    both.further_passes = getattr(error, "further_passes", "")
     return both
 
 
@@ -248,12 +249,10 @@ def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, 
         return refused
     plain_s = sum(c.time_s for c in costs.calls.values()) if costs is not None else 0.0
     cost = f" and {plan.time_s / plain_s:.1f}x the time of a plain step" if plain_s else ""
-    said = type(refused)(
-        f"{refused}; with statistics=True it fits, for {plan.passes} forward passes over the image, one more per norm "
-        f"over the whole of it{cost}"
-    )
+    passes = f"for {plan.passes} forward passes over the image, one more per norm over the whole of it{cost}"
+    said = type(refused)(f"{refused}; with statistics=True it fits, {passes}")
     if isinstance(said, PlanError) and isinstance(refused, PlanError):
-        said.least_bytes = refused.least_bytes
+        said.least_bytes, said.further_passes = refused.least_bytes, passes
     return said
 
 

@@ -12,19 +12,21 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
 
-from outcore.errors import CheckpointError, ConfigError, OutcoreError, TrainError
+from outcore.documents.folders import missing_folders, remove_empty
+from outcore.errors import CheckpointError, ConfigError, OutcoreError, PlanError, TrainError
 from outcore.job import Job
 from outcore.machine.units import parse_budget
+from outcore.program.plan.document import Plan
 from outcore.run.checkpoint.restore import has_checkpoint
 from outcore.run.ranks.parent_death import end_with_parent, launcher_pid
 from outcore.run.ranks.world import identify
@@ -40,8 +42,8 @@ from outcore.train.run_folder.folder import RunFolder
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.owner import owning
 from outcore.train.runners.build import build_runner
-from outcore.train.runners.runner import Runner
 from outcore.train.runners.step_loss import default_loss
+from outcore.train.scored_output import check_asked, chosen, output_shapes
 from outcore.train.settings.config import Config
 from outcore.train.settings.schedules import find_schedule, make_schedule
 from outcore.train.start import forecast, start_table
@@ -68,11 +70,18 @@ def train(config: Config, console: Console) -> int:
 
 
 def _check_names(config: Config) -> None:
-    """Refuse what cannot be measured or scheduled, before anything is read, planned or written."""
+    """Refuse what cannot be measured, scheduled or followed as a plan, before anything is read, planned or written."""
     find_schedule(config.schedule)
     make_metrics(config.metrics)
     if config.metrics and config.watch not in ("loss", *config.metrics):
         _refuse_watch(config.watch, config.metrics)
+    if (folder := Path(config.out)).exists() and not folder.is_dir():
+        raise TrainError(f"{folder}, where the run would go, is a file; say another --out")
+    if (file := config.plan.file) is not None:
+        if not Path(file).is_file():
+            devices = max(2, config.plan.ranks)
+            raise PlanError(f"no file {file}; make one with: outcore plan {config.job} --devices {devices} -o {file}")
+        Plan.load(file)
 
 
 def _refuse_watch(watch: str, metrics: tuple[str, ...]) -> NoReturn:
@@ -126,7 +135,9 @@ def _leaving_no_traces(folder: RunFolder) -> Iterator[Callable[[], None]]:
     def failed() -> None:
         if fresh:
             folder.discard()
+            remove_empty(made)
 
+    made = missing_folders(folder.path)
     fresh = not folder.path.exists() or not any(folder.path.iterdir())
     try:
         yield failed
@@ -150,6 +161,7 @@ def _train_in(
     with console.status("planning") if first_rank() else contextlib.nullcontext():
         expected = forecast(job, first.inputs, config, first.targets)
         supply.check_labels(expected.graph)
+        shapes = output_shapes(expected.graph) if expected.graph is not None else {}
         runner, expected = build_runner(config, job, expected, first, folder, apart=apart)
     feed, validation = supply.feeds(
         config, job, lazy=runner.lazy, replica=runner.replica, whole_steps=runner.whole_steps
@@ -162,7 +174,9 @@ def _train_in(
         examples = feed.steps * supply.batch * config.train.accumulate if supply.train is None else supply.examples
         console.print(start_table(config, job, expected, steps=feed.steps, examples=examples, batch=supply.batch))
         console.print()
-    metrics = _metrics(config, runner, validation)
+    metrics, said = _metrics(config, shapes, first.targets, validation)
+    if said and runner.rank == 0:
+        console.print(f"{said}\n", highlight=False, markup=False, soft_wrap=True)
     if config.watch != "loss" and config.watch not in metrics:
         _refuse_watch(config.watch, metrics)
     assert runner.optimizer is not None
@@ -263,14 +277,24 @@ def _write_down(loop: Loop, supply: ExampleSupply, ended: str, time_s: float, co
         console.print(f"{said}outcore report {loop.folder.path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _metrics(config: Config, runner: Runner, validation: Feed | JobFeed | None) -> tuple[str, ...]:
-    if config.metrics or not isinstance(validation, Feed):
-        make_metrics(config.metrics)
-        return config.metrics
-    first = validation.first()
-    if first is None or not isinstance(first.targets, torch.Tensor):
-        return ()
-    return default_metrics(first.targets)
+def _metrics(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], targets: Any, validation: Feed | JobFeed | None
+) -> tuple[tuple[str, ...], str]:
+    """What a validation measures beside the loss; and what to say of that, where something is left out.
+
+    Args:
+        config: the settings.
+        shapes: of the network's outputs, by key.
+        targets: that belong to them.
+        validation: what is validated on.
+    """
+    make_metrics(config.metrics)
+    if validation is None:
+        return config.metrics, ""
+    check_asked(config.metrics, config.key, shapes, targets)
+    if config.metrics or not isinstance(validation, Feed) or not isinstance(targets, torch.Tensor):
+        return config.metrics, ""
+    return chosen(default_metrics(targets), config.key, shapes, targets)
 
 
 def _skeleton(job: Job) -> nn.Module | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import lr_scheduler
 
 from outcore.errors import CheckpointError, DataError, TrainError
@@ -33,6 +34,7 @@ from outcore.train.run_folder.folder import RunFolder, replace
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.predictions import Predictions
 from outcore.train.runners.runner import Runner, StepOutcome
+from outcore.train.scored_output import pick, unfit
 from outcore.train.settings.config import Config
 from outcore.train.stop_signals import StopRequest
 
@@ -309,13 +311,15 @@ class Loop:
         total, examples = 0.0, 0
         with contextlib.closing(self.validation.epoch(0)) as steps:
             for micro_batch in (m for micro_batches in steps for m in micro_batches):
-                loss, output = self.runner.evaluate(micro_batch)
+                loss, made = self.runner.evaluate(micro_batch)
+                output, targets = pick(made, self.config.key), micro_batch.targets
                 total += loss * micro_batch.examples
                 examples += micro_batch.examples
-                if output is not None:
-                    self._predictions.add(micro_batch.names, output, micro_batch.targets)
-                    for metric in metrics.values():
-                        metric.add(output.float().cpu(), micro_batch.targets.cpu())
+                if isinstance(output, Tensor) and isinstance(targets, Tensor):
+                    self._predictions.add(micro_batch.names, output, targets)
+                    for name, metric in metrics.items():
+                        if not unfit(name, output.shape, targets.shape):
+                            metric.add(output.float().cpu(), targets.cpu())
         found = {"validation_loss": total / examples if examples else float("nan")}
         return found | {f"validation_{name}": metric.value() for name, metric in metrics.items()}
 

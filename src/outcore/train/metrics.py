@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outcore.errors import ConfigError, suggest
 
-__all__ = ["HIGHER_IS_BETTER", "Metric", "default_metrics", "make_metrics"]
+__all__ = ["HIGHER_IS_BETTER", "Metric", "classes_of", "default_metrics", "make_metrics"]
 
 
 class Metric(Protocol):
@@ -41,7 +41,7 @@ class Accuracy:
 
     def add(self, output: Tensor, target: Tensor) -> None:
         """Take in a batch."""
-        found = _classes(output)
+        found = classes_of(output)
         self._right += int((found == target.reshape(found.shape)).sum())
         self._all += target.numel()
 
@@ -101,7 +101,7 @@ class Dice:
 
     def add(self, output: Tensor, target: Tensor) -> None:
         """Take in a batch."""
-        found = _classes(output)
+        found = classes_of(output)
         target = target.reshape(found.shape)
         for number in torch.unique(torch.cat([found.flatten(), target.flatten().to(found.dtype)])).tolist():
             here, there = found == number, target == number
@@ -158,7 +158,7 @@ def default_metrics(target: Tensor) -> tuple[str, ...]:
     return ("dice", "accuracy") if target.ndim > 2 else ("accuracy", "auc")
 
 
-def _classes(output: Tensor) -> Tensor:
+def classes_of(output: Tensor) -> Tensor:
     """The class with the largest output; of one output, whether it is positive."""
     if output.ndim == 1 or output.shape[1] == 1:
         return (output.reshape(output.shape[0], *output.shape[2:]) > 0).long()

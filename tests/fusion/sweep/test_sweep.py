@@ -291,6 +291,12 @@ def test_the_command_refuses_a_device_that_is_not_there(job: str, tmp_path: Path
     assert not out.exists()
 
 
+def test_a_sweep_that_fails_before_its_first_step_leaves_no_folder(job: str, tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["sweep", job, "--set", "foo=1", "--no-measure", "-o", str(tmp_path / "new/out")])
+    assert isinstance(ran.exception, OutcoreError)
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_command_measures_and_says_what_it_achieved(job: str, tmp_path: Path) -> None:
     arguments = ["sweep", job, "-s", "lr=0.1:0.2", "--trials", "3", "--search", "random", "--steps", "40"]
     ran = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "out")])

@@ -163,3 +163,21 @@ def test_memory_written_in_place_is_not_torn() -> None:
     stages = (("a",), ("getitem()", "mul_()"), ("b",))
     with pytest.raises(PlanError, match=r"mul_\(\) writes into the memory of .* which b reads afterwards"):
         Plan(graph.fingerprint, stages).validate(graph)
+
+
+@pytest.mark.parametrize(("rest", "said"), [(1, "then 1 more stage"), (2, "then 2 more stages"), (0, "2 ranks")])
+def test_stages_behind_a_grid_are_counted_in_words(rest: int, said: str) -> None:
+    made = Plan("0", tuple((f"stage{k}",) for k in range(rest + 1)), spatial={"grid": [1, 2]})
+    assert made.arrangement.endswith(said)
+
+
+def test_a_plan_for_more_ranks_says_how_to_start_them(graph: Graph) -> None:
+    made = plan(graph, ("stem", "left", "right"), ("head",))
+    said = r"needs 2 ranks \(1 replica of 2\), but there is 1; start 2 \(outcore train --ranks 2\), or plan for 1"
+    with pytest.raises(PlanError, match=said):
+        made.validate(graph, ranks=1)
+
+
+def test_names_to_choose_from_are_names_that_can_be_typed(graph: Graph) -> None:
+    with pytest.raises(PlanError, match=r"no block 'zzz' in Small; known are stem, "):
+        plan(graph, ("zzz",), ("head",)).validate(graph)

@@ -131,3 +131,18 @@ def test_boxes_that_stand_for_several_have_a_sheet_behind_and_containers_a_secon
 
     assert rects("layers.0#0", fold=False) == 2 and rects("layers.0#0") == 3
     assert rects("stem#0") == 1
+
+
+def test_a_name_ends_before_its_type_begins_whatever_the_font() -> None:
+    make = Maker()
+    graph = make.graph(make.call("patch_embeddings", "x", type="PatchEmbedding"))
+    picture = ET.fromstring(svg(graph))
+    texts = {text.text: text for text in picture.iter(f"{SVG}text")}
+    assert not list(picture.iter(f"{SVG}tspan"))  # some programs centre each part of a line
+    name, rest = texts["patch_embeddings"], next(t for words, t in texts.items() if (words or "").startswith("PatchE"))
+    assert name.get("class") == "name right" and rest.get("class") == "left"
+    assert float(name.get("x", "")) < float(rest.get("x", "")) and name.get("y") == rest.get("y")
+    box = next(r for r in picture.iter(f"{SVG}rect") if "box" in (r.get("class") or ""))
+    left, width = float(box.get("x", "")), float(box.get("width", ""))
+    assert left <= float(name.get("x", "")) - text_width("patch_embeddings", 12, bold=True)
+    assert float(rest.get("x", "")) + text_width(rest.text or "", 12) <= left + width

@@ -154,3 +154,22 @@ def resum(path: Path) -> None:
     rows = [line.partition("  ")[2] for line in sums.read_text().splitlines()]
     if all(rows):
         sums.write_text("".join(f"{checksum(path / file)}  {file}\n" for file in rows))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+
+def test_tied_weights_are_stored_under_all_their_names(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    save_state(tmp_path, model, optimizer, scaler, step=1, samples=1, extra={"last_epoch": 7}, keep=1)
+    stored = read_weights(tmp_path)
+    assert stored.keys() == {"embed.weight", "out.weight"}
+    assert all(torch.equal(tensor, model.embed.weight) for tensor in stored.values())
+    other = Tied()
+    assert load(tmp_path, other) == 7
+    assert torch.equal(other.out.weight, model.embed.weight) and other.out.weight is other.embed.weight

@@ -93,3 +93,12 @@ def test_a_rank_owns_beside_its_launcher_and_after_it(tmp_path: Path) -> None:
         other = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True)
         assert other.returncode == 1 and str(os.getpid()) in other.stderr
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_say(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(TrainError, match=r"file/run cannot be made: Not a directory; say another --out"),
+        owning(tmp_path / "file/run"),
+    ):
+        pass

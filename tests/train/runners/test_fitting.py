@@ -121,3 +121,20 @@ def test_a_refusal_is_the_same_and_the_least_budget_that_it_names_is_enough(tmp_
     assert least is not None and f"need at least {format_bytes(least)}" in str(same.value)
     found = outcore.plan(job, devices=1, memory=least).predicted
     assert found is not None and max(found.peak_bytes) <= least
+
+
+def normalizing() -> nn.Module:
+    layers: list[nn.Module] = []
+    for a, b in ((3, 8), (8, 16), (16, 16)):
+        layers += [nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_a_refusal_names_the_setting_with_which_further_passes_would_fit(tmp_path: Path) -> None:
+    job = Job(normalizing, lambda n: (torch.rand(n, 3, SIDE, SIDE), torch.zeros(n).long()), size=1)
+    with pytest.raises(TrainError, match=r"give --memory \w+ or more$") as refused:
+        trained(job, 100_000, tmp_path)
+    plain = outcore.plan(job, devices=1, memory="1GiB").predicted
+    assert plain is not None and "plan.statistics" not in str(refused.value)  # nothing fits there
+    with pytest.raises(TrainError, match=r"or more, or plan\.statistics=true, for \d+ forward passes over the image"):
+        trained(job, int(0.45 * max(plain.peak_bytes)), tmp_path)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,7 @@ from outcore.documents.reading import read_json, write_text
 from outcore.documents.schema import MapOf, check
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.machine.units import format_bytes, format_time
+from outcore.machine.units import counted, format_bytes, format_time
 from outcore.notebook import html_of
 from outcore.program.plan.order import check_order
 from outcore.program.plan.schema import MOST, check_against, check_policy, check_spatial, schema
@@ -53,6 +53,8 @@ class PredictedStep:
     """Share of the ranks' time in which they wait."""
     judge: str = "closed form"
     """What predicted it."""
+    samples: int | None = None
+    """Of a step, where that is not the job's own batch."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,9 @@ class Plan:
         check_against(self, graph, place_calls(graph, self.stages))
         if ranks is not None and ranks != self.ranks:
             raise PlanError(
-                f"the plan needs {self.ranks} ranks ({self.replicas} replicas of {self.ranks_per_replica}), "
-                f"but there are {ranks}; start {self.ranks}, or plan for {ranks}"
+                f"the plan needs {counted(self.ranks, 'rank')} ({counted(self.replicas, 'replica')} of "
+                f"{self.ranks_per_replica}), but there {'is' if ranks == 1 else 'are'} {ranks}; start {self.ranks} "
+                f"(outcore train --ranks {self.ranks}), or plan for {ranks}"
             )
 
     def diff(self, other: Plan) -> list[str]:
@@ -218,7 +221,7 @@ class Plan:
             value = getattr(self, f.name)
             if f.name in document or value is None or value in ((), {}):
                 continue
-            document[f.name] = asdict(value) if isinstance(value, PredictedStep) else value
+            document[f.name] = value if not isinstance(value, PredictedStep) else _without_none(asdict(value))
         plain: dict[str, Any] = json.loads(json.dumps(document))
         return plain
 
@@ -246,6 +249,17 @@ class Plan:
             given["predicted"] = PredictedStep(**(row | {"peak_bytes": tuple(row["peak_bytes"])}))
         return cls(**given)
 
+    def for_batch(self, samples: int | None) -> Plan:
+        """The plan with the batch that its figures are for; None for the job's own."""
+        if self.predicted is None:
+            return self
+        return replace(self, predicted=replace(self.predicted, samples=samples))
+
+    @property
+    def samples(self) -> int | None:
+        """Of a step, where its figures are for another batch than the job's own."""
+        return None if self.predicted is None else self.predicted.samples
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, a stage per line."""
         document = self.to_json()
@@ -268,7 +282,7 @@ class Plan:
     def arrangement(self) -> str:
         """How the ranks are used, in a few words: ``2 stages x 2 replicas, gems``."""
         if self.spatial is not None:
-            rest = f", then {len(self.stages) - 1} more stages" if len(self.stages) > 1 else ""
+            rest = f", then {counted(len(self.stages) - 1, 'more stage')}" if len(self.stages) > 1 else ""
             copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
             return f"image over {' x '.join(str(n) for n in self.grid)} ranks{rest}{copies}"
         if len(self.stages) == 1:
@@ -305,3 +319,7 @@ def _rows(value: list[Any]) -> str:
     if value and isinstance(value[0], list):
         return "[\n  " + ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value) + "\n ]"
     return json.dumps(value)
+
+
+def _without_none(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}

@@ -68,7 +68,7 @@ _SPATIAL = Record(
 )
 _PREDICTED = Record(
     {"time_s": Number(least=0), "peak_bytes": ListOf(_BYTES, 1), "bubble": Number(least=0, most=1)},
-    {"judge": Text()},
+    {"judge": Text(), "samples": Maybe(Whole(least=1, most=2**40))},
 )
 
 

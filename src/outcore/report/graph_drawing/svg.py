@@ -45,6 +45,8 @@ text{{font-family:Helvetica,Arial,sans-serif;font-size:{TITLE:g}px;fill:#1f2830;
 .wire{{fill:none;stroke:#66717b;stroke-width:1.2}}.tip{{fill:#66717b}}
 .wire.skip{{stroke:#3d7ab0}}.tip.skip{{fill:#3d7ab0}}
 """
+_GAP = 1.8
+"""Half of the room between a name and its type."""
 
 
 def svg(
@@ -151,14 +153,27 @@ class _Picture:
         if face.kind == "container":
             inner = f' fill="none" stroke="{border}" opacity=".35"'
             self._rect("box", p.x + 2.5, p.y + 2.5, p.width - 5, p.height - 5, 2, inner)
-        type_name = f" {face.type}" if face.type else ""
-        repeat = f' <tspan class="name">× {p.repeat}</tspan>' if p.repeat > 1 else ""
         middle, base = _n(p.x + p.width / 2), p.y + (p.height / 2 + 4 if not face.note else 15)
-        title = f'<tspan class="name">{escape(face.name)}</tspan>{escape(type_name)}{repeat}'
-        self.out.append(f'<text x="{middle}" y="{_n(base)}">{title}</text>')
+        self._title(face.name, face.type, p, base)
         if face.note:
             self.out.append(f'<text class="small" x="{middle}" y="{_n(base + 14)}">{escape(face.note)}</text>')
         self.out.append("</g>")
+
+    def _title(self, name: str, type_name: str, p: Placed, base: float) -> None:
+        """Name and type side by side, around the middle of a box.
+
+        The name ends where the type begins, so that they are apart whatever the font and whoever draws them; as parts
+        of one centred line some programs centre each of the two.
+        """
+        repeat = f" × {p.repeat}" if p.repeat > 1 else ""
+        middle = p.x + p.width / 2
+        if not type_name:
+            self.out.append(f'<text class="name" x="{_n(middle)}" y="{_n(base)}">{escape(name + repeat)}</text>')
+            return
+        rest = f"{type_name}{repeat}"
+        between = middle + (text_width(name, TITLE, bold=True) - text_width(rest, TITLE)) / 2
+        for css, x, text in (("name right", between - _GAP, name), ("left", between + _GAP, rest)):
+            self.out.append(f'<text class="{css}" x="{_n(x)}" y="{_n(base)}">{escape(text)}</text>')
 
     def _wire(self, line: WireSegment) -> None:
         css = " skip" if line.skip else ""

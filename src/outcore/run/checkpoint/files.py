@@ -128,12 +128,26 @@ def _write_files(writing: CheckpointWriter, files: RankFiles) -> None:
         for kind, rows in (("weights", files.weights), ("state", files.state)):
             for file, tensors in rows.items():
                 path = writing.aside / file
-                save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path)
+                save_file(_apart(tensors), path)
                 _sync(path)
                 writing.rows[file] = [path.stat().st_size, checksum(path)]
                 writing.names[kind].update(dict.fromkeys(tensors, file))
     except Exception as error:  # full disk, lost mount: reported to all ranks by `commit`
         writing.error = str(error).strip().splitlines()[0]
+
+
+def _apart(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors on the host, a copy of what shares memory with another: what is tied is stored under all its names.
+
+    Who reads one of the names may hold it apart from the others, as another stage.
+    """
+    made, seen = {}, set()
+    for name, tensor in tensors.items():
+        here = tensor.detach().cpu().contiguous()
+        memory = here.untyped_storage().data_ptr()
+        made[name] = here.clone() if memory in seen and here.numel() else here
+        seen.add(memory)
+    return made
 
 
 def commit(world: World, writing: CheckpointWriter) -> Path:

@@ -36,6 +36,7 @@ __all__ = ["RunFolder"]
 _MAY_CHANGE = (
     "out",
     "resume",
+    "key",
     "train.epochs",
     "train.patience",
     "log.",

@@ -51,7 +51,10 @@ def owning(folder: Path, *, beside: int | None = None) -> Iterator[None]:
     Raises:
         TrainError: another run is at work there; says which.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainError(f"the run's folder {folder} cannot be made: {error.strerror}; say another --out") from None
     path = folder / NAME
     mine = {"pid": os.getpid(), "start": _start(os.getpid())}
     _take(path, mine, beside)

@@ -61,7 +61,7 @@ def save_state(
         "extra": plain(extra, "the state of the run"),
     }
     files = RankFiles(
-        {"weights-00001-of-00001.safetensors": _weights(model)}, {"state-00001-of-00001.safetensors": state}
+        {"weights-00001-of-00001.safetensors": model.state_dict()}, {"state-00001-of-00001.safetensors": state}
     )
     world = _alone()
     commit(world, write(world, path, step, files, document, keep=keep, wait=True))
@@ -88,7 +88,7 @@ def load_state(
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name, those that are shared once."""
+    """Weights and buffers to be read, those that are tied by one of their names."""
     seen: set[tuple[int, torch.Size]] = set()
     found = {}
     for name, tensor in model.state_dict().items():

@@ -35,6 +35,8 @@ class TrainedNetwork:
     """Arguments of the model in the run's settings."""
     classes: tuple[str, ...] = ()
     """Names of the classes, where the run knew them."""
+    key: str | None = None
+    """Which output its metrics looked at, of several."""
 
     @classmethod
     def read(cls, path: Path) -> TrainedNetwork:
@@ -53,7 +55,7 @@ class TrainedNetwork:
                     f"train it further: outcore train {run.config}"
                 )
             weights = read_weights(run.best if run.best.exists() else run.last)
-            return cls(path, weights, config.data, config.arguments, _classes(run, config))
+            return cls(path, weights, config.data, config.arguments, _classes(run, config), config.key)
         if path.is_dir():
             return cls(path, read_weights(path))
         try:

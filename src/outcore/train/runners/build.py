@@ -113,7 +113,7 @@ def _engine(
     expected = replace(expected, decisions=(decided, *([("batch norms", seen)] if seen else [])))
     if predicted is not None:
         expected = replace(expected, planned_step_s=predicted.time_s, planned_peak_bytes=max(predicted.peak_bytes))
-    return EngineRunner(engine, world), expected
+    return EngineRunner(engine, world, config.key), expected
 
 
 def _replicas(

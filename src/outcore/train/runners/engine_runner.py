@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outcore.data import Batch
 from outcore.loss_scale import LossScale
@@ -16,13 +15,13 @@ from outcore.run import Engine
 from outcore.run.ranks.world import World
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.runners.runner import StepOutcome
+from outcore.train.runners.shared_output import packed, unpacked
+from outcore.train.scored_output import pick
 
 __all__ = ["EngineRunner", "finite_only"]
 
 _COUNTED = 2
 """The step in which live bytes are counted on a CPU: the optimizer has its state by then."""
-_MOST_SHARED = 1 << 16
-"""Numbers of an output that are sent to the first rank for metrics; dense maps are not."""
 
 
 def finite_only() -> LossScale:
@@ -35,8 +34,8 @@ class EngineRunner:
 
     whole_steps = True
 
-    def __init__(self, engine: Engine, world: World) -> None:
-        self.engine, self._world = engine, world
+    def __init__(self, engine: Engine, world: World, key: str | None = None) -> None:
+        self.engine, self._world, self._key = engine, world, key
         self.lazy = engine.plan.spatial is not None
         """Whether each rank reads the part of a slide that it needs."""
         self.rank = engine.rank
@@ -65,17 +64,16 @@ class EngineRunner:
         return StepOutcome(sum(losses) / len(losses), engine.update.norm, updated)
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:
-        """The loss, and the output on the first rank, where it is small enough to be sent there."""
+        """The loss, and on the first rank the output, or for a map scores of the same classes, where it can be sent."""
         inputs = _arguments(micro_batch.inputs, self.lazy)
         loss = self.engine.evaluate(inputs, micro_batch.targets)
         output = self.engine.predict(inputs)
         world = self.engine.world
         if world.size == 1:
             return loss, output
-        small = isinstance(output, Tensor) and output.numel() <= _MOST_SHARED
-        shared = self.engine.share(output.tolist() if small else None)
-        found = next((rows for rows in shared if rows is not None), None)
-        return loss, None if found is None or self.rank else torch.tensor(found, device="cpu")
+        shared = self.engine.share(packed(pick(output, self._key), micro_batch.targets))
+        found = next((said for said in shared if said is not None), None)
+        return loss, None if found is None or self.rank else unpacked(found)
 
     def peak_bytes(self) -> int | None:
         """The allocator's peak on this rank's GPU; on CPUs that of the rank with most, counted in one step."""

@@ -136,7 +136,9 @@ def _within_or_streamed(
     from outcore.train.runners.tiling import choose_step, plan_stream
 
     beside = loss.bytes if expected.loss_bytes is None else expected.loss_bytes
-    refused, enough = [], []
+    # Only the memory of the step with its loss says that a plain step is enough.
+    plain = expected.peak_bytes if expected.loss_bytes is not None else None
+    refused, enough, passes = [], [] if plain is None else [plain], ""
     try:
         step = choose_step(model, job, config, expected, budget, beside, first.inputs)
         if step.rung == "plain":
@@ -147,24 +149,30 @@ def _within_or_streamed(
             except (PlanError, CaptureError) as error:
                 least = getattr(error, "least_bytes", None)
                 enough += [] if least is None else [least + loss.target_bytes]
-                refused.append(_why(error))
+                refused.append(_why(error, plain))
         found = step.plan if isinstance(step.plan, StreamedStep) else None
         return _by_plan(model, plan_stream(model, job, config, expected, first.inputs, budget, beside, found))
     except (PlanError, StreamError, CaptureError) as error:
         least = getattr(error, "least_bytes", None)
         enough += [] if least is None else [least]
-        refused.append(_why(error))
+        passes = getattr(error, "further_passes", "") if least is not None else ""  # else the reason says it
+        refused.append(_why(error, plain))
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
-    if expected.peak_bytes is not None:
-        enough.append(expected.peak_bytes + (loss.bytes if expected.loss_bytes is None else 0))
+    if not enough and expected.peak_bytes is not None:
+        enough.append(expected.peak_bytes + loss.bytes)
     give = f"; give --memory {rounded_up(min(enough))} or more" if enough else ""
+    give += f", or plan.statistics=true, {passes}" if passes else ""
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}{give}")
 
 
-def _why(error: OutcoreError) -> str:
+def _why(error: OutcoreError, plain: int | None) -> str:
     """Why something does not fit, without what a command has no option for."""
     least = getattr(error, "least_bytes", None)
-    return str(error).splitlines()[0] if least is None else f"policies and tiles need at least {format_bytes(least)}"
+    if least is None:
+        return str(error).splitlines()[0]
+    if plain is not None and least >= plain:
+        return "policies and tiles need no less"
+    return f"policies and tiles need at least {format_bytes(least)}"
 
 
 def _within(

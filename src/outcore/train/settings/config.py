@@ -188,6 +188,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     metrics: tuple[str, ...] = ()
+    key: str | None = None
+    """Which output the metrics look at, of a model that returns several: its name or number."""
     watch: str = "loss"
     """The validation figure that decides which epoch is best."""
     out: str = "runs/latest"
