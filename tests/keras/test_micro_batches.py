@@ -94,6 +94,23 @@ def test_what_no_loss_reaches_is_not_updated() -> None:
     assert same(trained(two(), losses, y={"a": Y}), trained(in_parts(two()), losses, y={"a": Y}), 1e-12)
 
 
+def test_the_losses_of_single_outputs_are_those_of_the_whole_batch() -> None:
+    """Their means are made while the first step is traced; of six samples, four parts have one, two, one and two."""
+
+    def two() -> Any:
+        keras.utils.set_random_seed(0)
+        given = keras.Input((4,))
+        return keras.Model(given, {"a": L.Dense(3)(given), "b": L.Dense(2)(given)})
+
+    def history(model: Any) -> list[Any]:
+        model.compile("sgd", {"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0}, jit_compile=False)
+        shown = model.fit(X, {"a": Y, "b": Y[:, :2]}, batch_size=6, epochs=2, shuffle=False, verbose=0).history
+        assert set(shown) == {"loss", "a_loss", "b_loss"}
+        return [np.array(values) for _, values in sorted(shown.items())]
+
+    assert same(history(two()), history(in_parts(two(), 4)), 1e-12)
+
+
 def test_a_class_is_split() -> None:
     class Own(keras.Model):
         def __init__(self) -> None:
