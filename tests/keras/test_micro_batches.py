@@ -170,3 +170,24 @@ def test_a_model_that_is_not_the_same_in_parts_is_not_split_unasked() -> None:
         outcore.within(dense(Spread()), [(6, 4)], memory=1, quiet=True)
     with pytest.raises(PlanError, match=r"micro_batches=2 \(functional\w*/norm then sees parts of the batch\)"):
         outcore.within(dense(L.BatchNormalization(name="norm")), [(6, 4)], memory=1, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("inner", "xla", "parts", "sentences"),
+    [
+        ((L.Dropout(0.3),), True, 1, ["not of XLA"]),
+        ((L.Dropout(0.3),), False, 2, ["drawn for each micro-batch"]),
+        ((L.Dropout(0.3),), False, 1, []),
+        ((), True, 2, []),
+    ],
+    ids=["XLA", "parts", "the same", "none"],
+)
+def test_random_numbers_that_are_not_those_of_plain_fit_are_spoken_of(
+    inner: Any, xla: bool, parts: int, sentences: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XLA draws others from the same seeds, and a mask for a part is none for the batch."""
+    model = dense(*inner)
+    model.compile("sgd", "mse", jit_compile=xla)
+    outcore.keras.within(model, [(6, 4)], memory=None, micro_batches=parts)
+    said = capsys.readouterr().err
+    assert said.count("random numbers") == len(sentences) and all(one in said for one in sentences)
