@@ -129,6 +129,25 @@ def test_a_class_is_split() -> None:
     assert same(trained(built(), losses, y={"made": Y}), trained(in_parts(built()), losses, y={"made": Y}), 1e-12)
 
 
+def test_a_table_of_which_a_batch_reads_some_rows_is_split_for_plain_sgd_alone() -> None:
+    """Adam treats a gradient of some rows otherwise than the same with zeros for the others."""
+
+    def words(optimizer: str = "sgd") -> Any:
+        keras.utils.set_random_seed(0)
+        tokens = keras.Input((4,), dtype="int32")
+        model = keras.Model(tokens, L.Dense(3)(L.Flatten()(L.Embedding(9, 2)(tokens))))
+        model.compile(optimizer, "mse", jit_compile=False)
+        return model
+
+    def weights(model: Any) -> list[Any]:
+        model.fit(np.arange(24).reshape(6, 4) % 7, Y, batch_size=3, epochs=2, shuffle=False, verbose=0)
+        return [K.convert_to_numpy(v) for v in model.variables]
+
+    assert same(weights(words()), weights(in_parts(words())), 1e-12)
+    with pytest.raises(OutcoreError, match=r"updates only those rows of .*embeddings that a batch has read"):
+        in_parts(words("adam"))
+
+
 class Penalty(L.Layer):
     def call(self, x: Any) -> Any:
         self.add_loss(K.sum(K.square(x)))

@@ -113,6 +113,7 @@ def accumulating_step(keras: Any, model: Any, functional: Any, parts: int) -> An
                 model._loss_tracker.update_state(whole_loss, sample_weight=stop - start)
                 scaled = model.optimizer.scale_loss(loss * share)
             found = tape.gradient(scaled, [v.value for v in weights])
+            _check_rows(tf, model, found)
             reached[:] = [g is not None for g in found]
             total = [a if g is None else a + tf.convert_to_tensor(g) for a, g in zip(total, found, strict=True)]
             leaves = keras.tree.flatten(made)
@@ -137,6 +138,17 @@ def accumulating_step(keras: Any, model: Any, functional: Any, parts: int) -> An
         return model.compute_metrics(x, y, made, sample_weight=sample_weight)
 
     return train_step
+
+
+def _check_rows(tf: Any, model: Any, gradients: Sequence[Any]) -> None:
+    """Refuse gradients of some rows of a table, which most optimizers of Keras do not treat as their sum in full."""
+    rows = [v.path for v, g in zip(model.trainable_weights, gradients, strict=True) if isinstance(g, tf.IndexedSlices)]
+    plain = type(model.optimizer).__name__ == "SGD" and not model.optimizer.momentum
+    if rows and not plain:
+        raise OutcoreError(
+            f"{type(model.optimizer).__name__} updates only those rows of {rows[0]} that a batch has read; "
+            f"{model.name} cannot take micro-batches, whose gradients are added up over all rows"
+        )
 
 
 def _of_each_output(tf: Any, model: Any) -> list[tuple[Any, Any]]:
