@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of ``fit`` on TensorFlow: twelve models, three budgets; prints JSON lines.
+"""Predicted and measured peaks of ``fit`` on TensorFlow: thirteen models, three budgets; prints JSON lines.
 
     python -m tests.keras.measured_memory [name ...]
 
@@ -50,6 +50,15 @@ def _vision_transformer() -> Any:
     return keras.Model(given, L.Dense(10)(L.GlobalAveragePooling1D()(x)))
 
 
+def _gru() -> Any:
+    """Recurrent layers in both directions, whose loops collect what their gradients need."""
+    given = keras.Input((48, 64))
+    x = given
+    for _ in range(3):
+        x = L.LayerNormalization()(L.Bidirectional(L.GRU(48, return_sequences=True))(x))
+    return keras.Model(given, L.Dense(10)(L.GlobalAveragePooling1D()(x)))
+
+
 MODELS: dict[str, tuple[Any, int]] = {
     "stack": (lambda: _stack(False), 8),
     "stack-bn": (lambda: _stack(True), 8),
@@ -58,6 +67,7 @@ MODELS: dict[str, tuple[Any, int]] = {
     "relaynet": (lambda: NETWORKS["relaynet"](keras), 8),
     "cosmoflow": (lambda: NETWORKS["cosmoflow"](keras), 16),
     "vision-transformer": (_vision_transformer, 8),
+    "gru": (_gru, 64),
     "ResNet50": (lambda: _application("ResNet50"), 8),
     "VGG16": (lambda: _application("VGG16"), 8),
     "MobileNet": (lambda: _application("MobileNet"), 8),

@@ -15,6 +15,7 @@ import torch
 
 from outcore.keras.fit_loss import FitLoss, regularized_bytes
 from outcore.keras.torch_backend import _without_logits
+from outcore.one_device.keras_fit import inputs_of
 from tests.keras.networks import MEMORY
 from tests.keras.oracle import keras
 
@@ -48,6 +49,23 @@ def test_logits_are_not_taken_along_while_they_are_not_wanted() -> None:
         tensor._keras_logits = tensor  # type: ignore[attr-defined]
     tensor._keras_logits = 1  # type: ignore[attr-defined]
     assert not hasattr(torch.Tensor, "_keras_logits")
+
+
+def test_several_inputs_may_be_given_one_by_one_by_name_or_by_shape() -> None:
+    """On torch as on TensorFlow, though Keras calls such a model with one list or dict."""
+    a, b = keras.Input((3,), dtype="int32", name="p"), keras.Input((4,), dtype="float32", name="q")
+    listed, named = keras.Model([a, b], [a, b]), keras.Model({"q": b, "p": a}, [a, b])
+    x, y = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 4)
+    for given in ([(2, 3), (2, 4)], ((x, y),), ([x, (2, 4)],), (x, y)):
+        (made,) = inputs_of(listed, given)
+        assert [(tuple(one.shape), one.dtype) for one in made] == [((2, 3), x.dtype), ((2, 4), y.dtype)]
+    for one in ({"p": (2, 3), "q": y}, ({"q": (2, 4), "p": x},)):
+        (made,) = inputs_of(named, one)
+        assert {name: (tuple(t.shape), t.dtype) for name, t in made.items()} == {
+            "p": ((2, 3), x.dtype), "q": ((2, 4), y.dtype)
+        }  # fmt: skip
+    assert inputs_of(listed, [(2, 3)]) == [(2, 3)]  # what does not fit is refused by what calls the model
+    assert inputs_of(keras.Model(a, a), [(2, 3)]) == [(2, 3)]
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,19 @@ def test_triton_is_kept_out_of_a_process_that_has_tensorflow(monkeypatch: pytest
     assert blocked is None
 
 
+def test_triton_is_loaded_when_tensorflow_is_about_to_be(tmp_path: Path) -> None:
+    """Empty packages in their places: the order is outcore's, and the real ones take long to load."""
+    for name in ("triton", "tensorflow"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    code = "import outcore, sys; before = 'triton' in sys.modules; import tensorflow; print(before, list(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment).stdout
+    assert shown.startswith("False") and shown.index("'triton'") < shown.index("'tensorflow'")
+
+
+@pytest.mark.slow
 def test_triton_is_loaded_before_tensorflow() -> None:
     code = (
         "import outcore, sys; import tensorflow; "

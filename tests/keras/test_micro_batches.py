@@ -94,6 +94,23 @@ def test_what_no_loss_reaches_is_not_updated() -> None:
     assert same(trained(two(), losses, y={"a": Y}), trained(in_parts(two()), losses, y={"a": Y}), 1e-12)
 
 
+def test_the_losses_of_single_outputs_are_those_of_the_whole_batch() -> None:
+    """Their means are made while the first step is traced; of six samples, four parts have one, two, one and two."""
+
+    def two() -> Any:
+        keras.utils.set_random_seed(0)
+        given = keras.Input((4,))
+        return keras.Model(given, {"a": L.Dense(3)(given), "b": L.Dense(2)(given)})
+
+    def history(model: Any) -> list[Any]:
+        model.compile("sgd", {"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0}, jit_compile=False)
+        shown = model.fit(X, {"a": Y, "b": Y[:, :2]}, batch_size=6, epochs=2, shuffle=False, verbose=0).history
+        assert set(shown) == {"loss", "a_loss", "b_loss"}
+        return [np.array(values) for _, values in sorted(shown.items())]
+
+    assert same(history(two()), history(in_parts(two(), 4)), 1e-12)
+
+
 def test_a_class_is_split() -> None:
     class Own(keras.Model):
         def __init__(self) -> None:
@@ -110,6 +127,25 @@ def test_a_class_is_split() -> None:
 
     losses = {"made": "mse"}
     assert same(trained(built(), losses, y={"made": Y}), trained(in_parts(built()), losses, y={"made": Y}), 1e-12)
+
+
+def test_a_table_of_which_a_batch_reads_some_rows_is_split_for_plain_sgd_alone() -> None:
+    """Adam treats a gradient of some rows otherwise than the same with zeros for the others."""
+
+    def words(optimizer: str = "sgd") -> Any:
+        keras.utils.set_random_seed(0)
+        tokens = keras.Input((4,), dtype="int32")
+        model = keras.Model(tokens, L.Dense(3)(L.Flatten()(L.Embedding(9, 2)(tokens))))
+        model.compile(optimizer, "mse", jit_compile=False)
+        return model
+
+    def weights(model: Any) -> list[Any]:
+        model.fit(np.arange(24).reshape(6, 4) % 7, Y, batch_size=3, epochs=2, shuffle=False, verbose=0)
+        return [K.convert_to_numpy(v) for v in model.variables]
+
+    assert same(weights(words()), weights(in_parts(words())), 1e-6)
+    with pytest.raises(OutcoreError, match=r"updates only those rows of .*embeddings that a batch has read"):
+        in_parts(words("adam"))
 
 
 class Penalty(L.Layer):
@@ -153,3 +189,24 @@ def test_a_model_that_is_not_the_same_in_parts_is_not_split_unasked() -> None:
         outcore.within(dense(Spread()), [(6, 4)], memory=1, quiet=True)
     with pytest.raises(PlanError, match=r"micro_batches=2 \(functional\w*/norm then sees parts of the batch\)"):
         outcore.within(dense(L.BatchNormalization(name="norm")), [(6, 4)], memory=1, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("inner", "xla", "parts", "sentences"),
+    [
+        ((L.Dropout(0.3),), True, 1, ["not of XLA"]),
+        ((L.Dropout(0.3),), False, 2, ["drawn for each micro-batch"]),
+        ((L.Dropout(0.3),), False, 1, []),
+        ((), True, 2, []),
+    ],
+    ids=["XLA", "parts", "the same", "none"],
+)
+def test_random_numbers_that_are_not_those_of_plain_fit_are_spoken_of(
+    inner: Any, xla: bool, parts: int, sentences: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XLA draws others from the same seeds, and a mask for a part is none for the batch."""
+    model = dense(*inner)
+    model.compile("sgd", "mse", jit_compile=xla)
+    outcore.keras.within(model, [(6, 4)], memory=None, micro_batches=parts)
+    said = capsys.readouterr().err
+    assert said.count("random numbers") == len(sentences) and all(one in said for one in sentences)

@@ -28,7 +28,7 @@ from torch import nn
 from outcore.keras.installed import require_keras
 from outcore.keras.tensorflow.calls import Call, OrderedCall, functional_of, list_calls
 
-__all__ = ["KerasModule", "hold_as_keras", "hold_less"]
+__all__ = ["KerasModule", "hold_as_keras", "hold_less", "name_parameters"]
 
 _LOGITS = "_keras_logits"
 
@@ -38,12 +38,24 @@ class KerasModule(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        name_parameters(model)
         self.model = model
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """The model's own, with inputs as it takes them."""
         given = inputs[0] if len(inputs) == 1 else list(inputs)
         return self.model(given, training=self.training)
+
+
+def name_parameters(model: Any) -> None:
+    """Let every layer of a Keras model have its parameters under their names, as Keras does when it is asked for them.
+
+    Layers of a class that was built by a call have none before, and while they are asked one after the other, the
+    parameters of the whole change their names: what is trained is then not found again.
+    """
+    for layer in model._flatten_layers():
+        if layer.built:
+            _ = layer.torch_params
 
 
 class _FunctionalCall(OrderedCall):

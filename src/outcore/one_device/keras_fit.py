@@ -17,7 +17,8 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.keras.fit_loss import FitLoss
 from outcore.keras.installed import is_keras, require_keras
-from outcore.keras.torch_backend import hold_as_keras, hold_less
+from outcore.keras.tensorflow.calls import functional_of
+from outcore.keras.torch_backend import hold_as_keras, hold_less, name_parameters
 
 _SIZES = (4096, 4096, 8192)
 
@@ -28,12 +29,46 @@ def prepared(model: Any) -> Iterator[None]:
     if not is_keras(model):
         yield
         return
+    name_parameters(model)
     hold_less(model)
     try:
         yield
     except BaseException:
         hold_as_keras(model)
         raise
+
+
+def inputs_of(model: Any, args: Any) -> Any:
+    """Arguments as a Keras model of several inputs takes them: one structure, also where they are given one by one.
+
+    A shape in it becomes a tensor without memory, of the type that the input was declared with.
+    """
+    functional = functional_of(require_keras(), model) if is_keras(model) else None
+    declared = getattr(functional, "_inputs_struct", None)
+    if not isinstance(declared, (list, tuple, dict)):
+        return args
+    tree = require_keras().tree
+    alone = isinstance(args, (list, tuple)) and len(args) == 1
+    given = args[0] if alone and isinstance(args[0], (list, tuple, dict)) and not _is_shape(args[0]) else args
+    if isinstance(given, dict):
+        if not isinstance(declared, dict) or set(given) != set(declared):
+            return (given,)
+        flat = [given[name] for name in sorted(given)]
+    else:
+        flat = list(given) if isinstance(given, (list, tuple)) and not _is_shape(given) else [given]
+    wanted = tree.flatten(declared)
+    if len(flat) != len(wanted):
+        return args
+    made = [_stand_in(one, tensor) if _is_shape(one) else one for one, tensor in zip(flat, wanted, strict=True)]
+    return (tree.pack_sequence_as(declared, made),)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(type(n) is int for n in value)
+
+
+def _stand_in(shape: Any, declared: Any) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=getattr(torch, str(declared.dtype)), device="meta")
 
 
 def fit_of(model: Any, kwargs: Any, loss: Any, optimizer: Any, *, bitwise: bool) -> tuple[Any, Any, Any]:

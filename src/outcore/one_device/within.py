@@ -32,7 +32,7 @@ from outcore.machine.units import parse_bytes
 from outcore.memory.param_offload.bucketed_step import in_parts
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.sharded import is_sharded, on_whole_parameters
-from outcore.one_device.keras_fit import fit_of, prepared
+from outcore.one_device.keras_fit import fit_of, inputs_of, prepared
 from outcore.one_device.steps import (
     Exactness,
     Network,
@@ -139,6 +139,7 @@ def within(
     if state is not None and not StatePolicy.of(state).idle:
         in_parts(optimizer)
     if "keras" in sys.modules:
+        args = inputs_of(model, args)
         kwargs, loss, optimizer = fit_of(model, kwargs, loss, optimizer, bitwise=exact == "bitwise")
     asked = Request(
         model,

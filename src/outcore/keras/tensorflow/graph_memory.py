@@ -244,5 +244,5 @@ def _inner_peak(op: Any) -> int:
             continue
         graph = getattr(op.graph._functions.get(called.name, None), "graph", None) if hasattr(called, "name") else None
         if graph is not None:
-            peaks.append(graph_memory(graph).peak_bytes)
+            peaks.append(graph_memory(graph, limit_bytes=0).peak_bytes)  # histories are drawn for what is around it
     return max(peaks)

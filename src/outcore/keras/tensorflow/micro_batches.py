@@ -87,7 +87,8 @@ def accumulating_step(keras: Any, model: Any, functional: Any, parts: int) -> An
 
     def train_step(data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        whole = tf.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]
+        first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+        whole = tf.shape(first)[0]
         count = tf.minimum(parts, whole)
         weights = model.trainable_weights
         reached = [False] * len(weights)
@@ -100,13 +101,19 @@ def accumulating_step(keras: Any, model: Any, functional: Any, parts: int) -> An
                 made = model(given, training=True)
                 if any(keras.src.backend.get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(made)):
                     raise OutcoreError(f"the outputs of {model.name} are masked, and a masked mean cannot be split")
-                loss = model._compute_loss(x=given, y=wanted, y_pred=made, sample_weight=weighed, training=True)
                 _check_losses(keras, model, wanted, made, weighed)
+                losses = _of_each_output(tf, model)
+                loss = model._compute_loss(x=given, y=wanted, y_pred=made, sample_weight=weighed, training=True)
                 share = tf.cast(stop - start, loss.dtype) / tf.cast(whole, loss.dtype)
+                if keras.tree.flatten(made)[0].shape[0] is None:  # Keras then counts a part as much as a batch
+                    for variable, before in losses:
+                        added = tf.cast(share * (first.shape[0] or 1), before.dtype) * (variable.value - before)
+                        variable.assign(before + added)
                 whole_loss = loss_module.unscale_loss_for_distribution(loss)
                 model._loss_tracker.update_state(whole_loss, sample_weight=stop - start)
                 scaled = model.optimizer.scale_loss(loss * share)
             found = tape.gradient(scaled, [v.value for v in weights])
+            _check_rows(tf, model, found)
             reached[:] = [g is not None for g in found]
             total = [a if g is None else a + tf.convert_to_tensor(g) for a, g in zip(total, found, strict=True)]
             leaves = keras.tree.flatten(made)
@@ -131,6 +138,23 @@ def accumulating_step(keras: Any, model: Any, functional: Any, parts: int) -> An
         return model.compute_metrics(x, y, made, sample_weight=sample_weight)
 
     return train_step
+
+
+def _check_rows(tf: Any, model: Any, gradients: Sequence[Any]) -> None:
+    """Refuse gradients of some rows of a table, which most optimizers of Keras do not treat as their sum in full."""
+    rows = [v.path for v, g in zip(model.trainable_weights, gradients, strict=True) if isinstance(g, tf.IndexedSlices)]
+    plain = type(model.optimizer).__name__ == "SGD" and not model.optimizer.momentum
+    if rows and not plain:
+        raise OutcoreError(
+            f"{type(model.optimizer).__name__} updates only those rows of {rows[0]} that a batch has read; "
+            f"{model.name} cannot take micro-batches, whose gradients are added up over all rows"
+        )
+
+
+def _of_each_output(tf: Any, model: Any) -> list[tuple[Any, Any]]:
+    """The variables of the means that Keras shows as losses of single outputs, with their values."""
+    metrics = [] if model._compile_loss is None else model._compile_loss.metrics
+    return [(v, tf.convert_to_tensor(v.value)) for metric in metrics for v in metric.variables]
 
 
 def _rows(keras: Any, trees: Sequence[Any], part: slice) -> list[Any]:
@@ -169,9 +193,14 @@ def _check_losses(keras: Any, model: Any, *given: Any) -> None:
             made[0] = ignored[0] if ignored else made[0]
         return tf.constant(made.astype(leaf.dtype.as_numpy_dtype))
 
-    with tf.init_scope(), keras.StatelessScope():
+    with tf.init_scope():
         trees = [keras.tree.map_structure(drawn, tree) for tree in given]
-        whole, first, rest = (float(loss(*_rows(keras, trees, part))) for part in _PARTS)
+        if not loss.built:  # it makes its metrics, which would have no value yet if they were made in the traced step
+            loss(*trees)
+            for metric in loss.metrics:
+                metric.reset_state()
+        with keras.StatelessScope():
+            whole, first, rest = (float(loss(*_rows(keras, trees, part))) for part in _PARTS)
     if abs(whole - first / len(share) - rest * (1 - 1 / len(share))) > _ROUNDING * max(1.0, abs(whole)):
         raise OutcoreError(
             f"the loss that {model.name} is compiled with is no mean over the samples of a batch (of random numbers it "

@@ -194,7 +194,7 @@ def choose(
     estimate = _Estimate(calls, facts)
     aim, smallest = float(allowed_bytes - standing_bytes), plain
     tried = set[tuple[Segment, ...]]()
-    for number in range(_TRIES):
+    for number in range(_TRIES if aim > 0 else _LAST):  # nothing fits where not even what stands throughout does
         if number >= _TRIES - _LAST:
             aim = 0.0
         found = sorted(_candidates(estimate, aim), key=lambda c: (c[1] > aim, c[0] if c[1] <= aim else c[1]))

@@ -131,7 +131,7 @@ def within(
             plan = _plan(calls, chosen, tried, sum(variables), plain, budget)
             _install(keras, model, SegmentedCall(keras, functional, calls, chosen.segments, model), plan)
             if not quiet:
-                print(f"outcore: {model.name}: {plan}", file=sys.stderr)
+                print(f"outcore: {model.name}: {plan}{_other_numbers(model, plan)}", file=sys.stderr)
             return model
         if changing:
             break
@@ -192,6 +192,14 @@ def _install(keras: Any, model: Any, call: SegmentedCall, plan: TensorFlowPlan) 
     if plan.micro_batches > 1:
         model.__dict__["train_step"] = accumulating_step(keras, model, call.functional, plan.micro_batches)
     _forget_functions(model)
+
+
+def _other_numbers(model: Any, plan: TensorFlowPlan) -> str:
+    """Why a model that draws random numbers draws others than plain training would; empty if it draws the same."""
+    if not any("seed_generator" in v.path for v in model.non_trainable_variables):
+        return ""
+    said = "; random numbers are drawn for each micro-batch" if plan.micro_batches > 1 else ""
+    return said + ("; random numbers are those of jit_compile=False, not of XLA" if model.jit_compile else "")
 
 
 def release(model: Any) -> Any:
