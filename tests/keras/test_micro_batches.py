@@ -130,7 +130,7 @@ def test_a_class_is_split() -> None:
 
 
 def test_a_table_of_which_a_batch_reads_some_rows_is_split_for_plain_sgd_alone() -> None:
-    """Adam treats a gradient of some rows otherwise than the same with zeros for the others."""
+    """Adam squares the gradient of every reading of a row by itself, not their sum."""
 
     def words(optimizer: str = "sgd") -> Any:
         keras.utils.set_random_seed(0)
@@ -144,7 +144,7 @@ def test_a_table_of_which_a_batch_reads_some_rows_is_split_for_plain_sgd_alone()
         return [K.convert_to_numpy(v) for v in model.variables]
 
     assert same(weights(words()), weights(in_parts(words())), 1e-6)
-    with pytest.raises(OutcoreError, match=r"updates only those rows of .*embeddings that a batch has read"):
+    with pytest.raises(OutcoreError, match=r"squares the gradient of every reading of a row of .*embeddings"):
         in_parts(words("adam"))
 
 

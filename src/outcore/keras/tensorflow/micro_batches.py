@@ -141,13 +141,14 @@ def accumulating_step(keras: Any, model: Any, functional: Any, parts: int) -> An
 
 
 def _check_rows(tf: Any, model: Any, gradients: Sequence[Any]) -> None:
-    """Refuse gradients of some rows of a table, which most optimizers of Keras do not treat as their sum in full."""
+    """Refuse gradients of the rows of a table: Keras squares every reading of a row by itself, and here they are added
+    up before an optimizer sees them."""
     rows = [v.path for v, g in zip(model.trainable_weights, gradients, strict=True) if isinstance(g, tf.IndexedSlices)]
     plain = type(model.optimizer).__name__ == "SGD" and not model.optimizer.momentum
     if rows and not plain:
         raise OutcoreError(
-            f"{type(model.optimizer).__name__} updates only those rows of {rows[0]} that a batch has read; "
-            f"{model.name} cannot take micro-batches, whose gradients are added up over all rows"
+            f"{type(model.optimizer).__name__} squares the gradient of every reading of a row of {rows[0]} by itself; "
+            f"{model.name} cannot take micro-batches, whose gradients are added up before"
         )
 
 
