@@ -189,7 +189,7 @@ class CallBench:
     def _restored(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context after which the model is as before, where the call runs on the model itself."""
         if runs_on_the_model(self.graph, self.steps[name]):
-            return state_restored(self.graph.module.model)
+            return state_restored(self.graph.module.model, gradients=True)
         return contextlib.nullcontext()
 
     def _time_isolated(

@@ -64,8 +64,9 @@ def try_call(
         if not fake and size > _REAL_LIMIT:
             continue
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+        own = state_restored(graph.module.model, gradients=whole) if not fake or whole else contextlib.nullcontext()
         try:
-            with state_restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
+            with own:
                 isolated = IsolatedCall(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
                 return _run_and_record(isolated, blank, "analytic" if fake else "measured"), ""
         except Exception as error:

@@ -51,19 +51,20 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def state_restored(model: nn.Module) -> Iterator[None]:
-    """A context after which attributes, buffers, gradients and random states are as before, whatever a run has
-    written: the backward of a checkpointed part may add to gradients while others are only asked for theirs."""
+def state_restored(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
+    """A context after which attributes, buffers and random states are as before, whatever a run has written; with
+    `gradients` those too: the backward of a checkpointed part may add to them where others are only asked for theirs."""
     state = ModelState(model, state_tensors(model))
-    gradients = [(p, p.grad, p.grad.clone() if p.grad is not None else None) for p in model.parameters()]
+    held = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()] if gradients else []
     try:
         yield
     finally:
         state.restore()
-        for parameter, gradient, content in gradients:
-            if gradient is not None and content is not None:
-                gradient.copy_(content)
-            parameter.grad = gradient
+        with torch.no_grad():
+            for parameter, gradient, content in held:
+                if gradient is not None and content is not None:
+                    gradient.copy_(content)
+                parameter.grad = gradient
 
 
 @contextlib.contextmanager
