@@ -53,7 +53,7 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def state_restored(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
     """A context after which attributes, buffers and random states are as before, whatever a run has written; with
-    `gradients` those too: the backward of a checkpointed part may add to them where others are only asked for theirs."""
+    `gradients` those too: the backward of a checkpointed part may add to them where it is only asked for its own."""
     state = ModelState(model, state_tensors(model))
     held = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()] if gradients else []
     try:
