@@ -90,6 +90,17 @@ class CallBench:
 
     def time(self, name: str, seconds: float) -> CallCost:
         """The cost of a call with its time, measured, scaled from a smaller one, or with the reason why not."""
+        with self._restored(name):
+            return self._time_somehow(name, seconds)
+
+    def _restored(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context after which the model is as before, where the call runs on the model itself."""
+        if runs_on_the_model(self.graph, self.steps[name]):
+            return state_restored(self.graph.module.model, gradients=True)
+        return contextlib.nullcontext()
+
+    def _time_somehow(self, name: str, seconds: float) -> CallCost:
+        """Try integers of several kinds, then smaller versions of the call."""
         cost, reason = self.costs.calls[name], ""
         fits = self.need(name) <= self.limit
         ways = [("index", True), ("zero", True), ("one", True), *([("index", False)] if cost.arriving else [])]
@@ -182,24 +193,6 @@ class CallBench:
         integers: str,
         *,
         turned: bool = True,
-    ) -> CallCost:
-        with self._restored(name):
-            return self._time_isolated(name, seconds, shapes, scale, integers, turned)
-
-    def _restored(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context after which the model is as before, where the call runs on the model itself."""
-        if runs_on_the_model(self.graph, self.steps[name]):
-            return state_restored(self.graph.module.model, gradients=True)
-        return contextlib.nullcontext()
-
-    def _time_isolated(
-        self,
-        name: str,
-        seconds: float,
-        shapes: Mapping[str, tuple[int, ...]],
-        scale: float,
-        integers: str,
-        turned: bool,
     ) -> CallCost:
         cost = self.costs.calls[name]
         isolated = IsolatedCall(
