@@ -22,9 +22,10 @@ pipeline together (GPipe, 1F1B) or one after the other (model parallelism, GEMS)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
@@ -56,6 +57,7 @@ _TIE = 1.01
 _EVEN = 1.25
 """A step of even stages may take so many times as long where stages wait for each other in any case."""
 
+Tied = Literal["together", "copies"]
 SimulatedCandidate = tuple[PredictedStep, Candidate, Stages]
 
 
@@ -69,7 +71,7 @@ def plan(
     schedule: Schedule | None = None,
     link: Link | RankLink | None = None,
     granularity: Granularity = "layer",
-    tied: Literal["together", "copies"] | None = None,
+    tied: Tied | None = None,
     machine: str | None = None,
     batch_norm: BatchNorm | None = None,
     shared: bool = True,
@@ -100,9 +102,23 @@ def plan(
     if devices < 1:
         raise PlanError(f"a plan needs at least 1 device, not {devices}")
     if tied is None:
-        options: dict[str, Any] = {"devices": devices, "memory_bytes": memory_bytes, "balance": balance, "link": link}
-        options |= {"schedule": schedule, "granularity": granularity, "machine": machine, "batch_norm": batch_norm}
-        return _either_way(graph, weights, shared, options | {"shared": shared, "policies": policies})
+        ways: tuple[Tied, ...] = ("together", "copies") if weights.tied and devices > 1 else ("together",)
+        planned = partial(
+            plan,
+            graph,
+            weights,
+            devices=devices,
+            memory_bytes=memory_bytes,
+            balance=balance,
+            schedule=schedule,
+            link=link,
+            granularity=granularity,
+            machine=machine,
+            batch_norm=batch_norm,
+            shared=shared,
+            policies=policies,
+        )
+        return _fastest([partial(planned, tied=way) for way in ways], shared)
     route = RankLink.of(link) if isinstance(link, Link) else link or RankLink()
     samples = batch_size(graph)
     normed = bool(batch_norms(graph))
@@ -152,13 +168,13 @@ def plan(
     return replace(made, why=(*([said] if said else []), *inside, *_why(found, len(candidates))))
 
 
-def _either_way(graph: Graph, weights: CallWeights, shared: bool, options: Mapping[str, Any]) -> Plan:
-    """The faster of two plans: calls that share a parameter together, or apart."""
-    made: dict[str, Plan] = {}
+def _fastest(ways: Sequence[Callable[[], Plan]], shared: bool) -> Plan:
+    """The plan of several that is the fastest per batch; of two that take the same time, one without copies."""
+    made: list[Plan] = []
     refused: list[PlanError] = []
-    for way in ("together", "copies") if weights.tied and options["devices"] > 1 else ("together",):
+    for way in ways:
         try:
-            made[way] = plan(graph, weights, tied=way, **options)
+            made.append(way())
         except PlanError as error:
             refused.append(error)
     if not made:
@@ -168,7 +184,7 @@ def _either_way(graph: Graph, weights: CallWeights, shared: bool, options: Mappi
         assert found.predicted is not None
         return found.predicted.time_s / (1 if shared else found.replicas)
 
-    return min(made.values(), key=lambda found: time_per_batch_s(found) * (_TIE if found.tied else 1.0))
+    return min(made, key=lambda found: time_per_batch_s(found) * (_TIE if found.tied else 1.0))
 
 
 @dataclass
@@ -379,9 +395,7 @@ def fewest_in_flight(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for c in candidates if c.in_flight <= least]
 
 
-def _levels(
-    graph: Graph, weights: CallWeights, granularity: Granularity, tied: Literal["together", "copies"]
-) -> list[WeightedUnits]:
+def _levels(graph: Graph, weights: CallWeights, granularity: Granularity, tied: Tied) -> list[WeightedUnits]:
     """The network at the granularity asked for, and at the finest coarser one that is much smaller."""
     finest = find_units(graph, weights, granularity, tied)
     levels = [finest]
