@@ -23,13 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unet-grid"))
 
 import torch
 from hosts import address, hosts, on_host, unavailable
@@ -39,7 +38,7 @@ from run import helps, show, summary
 import outcore
 from outcore.machine import Machine, known
 from outcore.machine.link import Link
-from outcore.run import Engine, launch
+from outcore.run import Engine, launch, measure_link
 
 HERE = Path(__file__).parent
 RANKS, BATCH = 2, 32
@@ -86,13 +85,9 @@ def planned(machine: Machine) -> list[dict[str, Any]]:
 def link_worker(out: str) -> None:
     """One of two ranks: what exchanges between them take."""
     on_own_core()
-    from times import job, measure_link
-
-    graph = job("chain", False, 0.25).capture(1)
-    plan = outcore.Plan(graph.fingerprint, (("",),), spatial={"grid": [1, 2]}, exactness="reassociated")
-    found = measure_link(plan.to_json(), "chain", False, 0.25)
+    found = measure_link()
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(asdict(found)))
 
 
 def worker(document: str, out: str) -> None:
@@ -161,11 +156,8 @@ def measured(rate: int, delay: float) -> list[dict[str, Any]]:
         out, document = Path(folder) / "found.json", Path(folder) / "rows.json"
         on_hosts(names, "--link", str(out))
         wire = json.loads(out.read_text())
-        link = Link.symmetric(
-            bandwidth_bytes_per_s=wire["bytes_per_s"], latency_s=wire["latency_s"], host_s=wire["host_s"]
-        )
         one = known()
-        machine = replace(one, devices=(one.device("cpu"),) * RANKS, between_devices=link)
+        machine = replace(one, devices=(one.device("cpu"),) * RANKS, between_devices=Link(**wire))
         rows = [{"ranks": RANKS, "link": name, "wire": wire} | row for row in launch(planned, RANKS, machine)[0]]
         document.write_text(json.dumps(rows))
         on_hosts(names, "--worker", str(document), str(out))

@@ -57,6 +57,30 @@ def test_messages_of_a_tag_arrive_in_order_whatever_lies_between(ends: Ends) -> 
     assert second.receive(0, 7, nothing) == b""
 
 
+def test_what_is_left_is_written_whatever_the_sender_waits_for(ends: Ends) -> None:
+    """The sender may be in a collective of gloo, which the receiver comes to when it has the whole message."""
+    first, second = ends
+    count = 64
+    for number in range(count):
+        first.send(1, 3, bytes([number]) * MOST_BYTES)
+    found: list[bytes] = []
+    reader = threading.Thread(
+        target=lambda: found.extend(second.receive(0, 3, nothing) for _ in range(count)), daemon=True
+    )
+    reader.start()
+    reader.join(60)  # and the sender does nothing else
+    assert [row[0] for row in found] == list(range(count)) and all(len(row) == MOST_BYTES for row in found)
+
+
+def test_a_sender_that_closes_with_something_left_ends_its_thread(ends: Ends) -> None:
+    first, _ = ends
+    for _ in range(64):
+        first.send(1, 3, bytes(MOST_BYTES))
+    assert any(thread.name == "outcore write" for thread in threading.enumerate())
+    first.close()
+    assert all(thread.name != "outcore write" for thread in threading.enumerate())
+
+
 def test_more_than_a_pipe_holds_waits_in_the_sender_and_arrives(ends: Ends) -> None:
     first, second = ends
     count = 16 * (1 << 18) // 500

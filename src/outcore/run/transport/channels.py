@@ -8,9 +8,10 @@ has written to shared memory before it writes to a pipe is seen by whoever has r
 
 A channel goes one way between two ranks (`outcore.run.transport.pipes` and `sockets` make them). Messages have a tag,
 and those of one tag arrive in the order in which they were sent. A message that the kernel does not take waits in the
-sender until there is room: while it sends, waits, or finishes the step. A channel whose other end is gone ends a wait
-at once; otherwise a wait looks once a second whether there is still anybody to wait for, and whether it has taken too
-long (`WatchedWait`).
+sender until there is room, and is then written by the next call here, or else by a thread that is there for nothing
+else: the sender may be waiting for the receiver elsewhere, in one of gloo's collectives, while that one waits for the
+rest of the message. A channel whose other end is gone ends a wait at once; otherwise a wait looks once a second whether
+there is still anybody to wait for, and whether it has taken too long (`WatchedWait`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MOST_BYTES = 1 << 16
 _HEAD = struct.Struct("<qi")  # tag, bytes
 _READ_BYTES = 1 << 16
 
+_LATE_MS = 100
+"""How long the thread that writes what was left waits for room before it looks whether it is to end."""
 _BETWEEN_S = 0.005
 """How long a thread waits for another that reads the same channel before it looks again."""
 
@@ -56,6 +59,11 @@ class OutgoingChannel:
         with self._lock:
             self._late.append(memoryview(_HEAD.pack(tag, len(payload)) + payload))
             self._write()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something is left to write."""
+        return bool(self._late)
 
     def flush(self) -> int | None:
         """Write what did not fit before; returns the file to wait for if something is left."""
@@ -174,11 +182,44 @@ class IncomingChannel:
             self._closed.set()
 
 
+class _LateWriter:
+    """A thread that writes what did not fit into a full channel as soon as there is room, whatever this rank does."""
+
+    def __init__(self, write: Flush) -> None:
+        self._write, self._awake, self._closed = write, threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outcore write", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something is left to write."""
+        self._awake.set()
+
+    def close(self) -> None:
+        """End the thread; what is left is not written."""
+        self._closed.set()
+        self._awake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._awake.wait()
+            self._awake.clear()
+            with contextlib.suppress(ConnectionError):  # which whoever sends or waits next is told
+                while not self._closed.is_set() and (late := self._write()):
+                    poll = select.poll()
+                    for fd in late:
+                        poll.register(fd, select.POLLOUT)
+                    poll.poll(_LATE_MS)
+            if self._closed.is_set():
+                return
+
+
 class Channels:
     """This rank's ends of the channels between it and the ranks that it can reach."""
 
     def __init__(self, outgoing: dict[int, OutgoingChannel], incoming: dict[int, IncomingChannel]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
+        self._late_writer: _LateWriter | None = None
 
     def add(self, rank: int, outgoing: OutgoingChannel, incoming: IncomingChannel) -> None:
         """Take the channels to one more rank."""
@@ -186,10 +227,15 @@ class Channels:
 
     def send(self, target: int, tag: int, payload: bytes) -> None:
         """Send a short message; returns at once."""
+        channel = self._outgoing[target]
         try:
-            self._outgoing[target].send(tag, payload)
+            channel.send(tag, payload)
         except OSError as error:
             raise ConnectionError(f"rank {target} does not read any more") from error
+        if channel.is_late:
+            if self._late_writer is None:
+                self._late_writer = _LateWriter(self._write_late)
+            self._late_writer.wake()
 
     def receive(self, source: int, tag: int, look: Look) -> bytes:
         """The next message of a tag from a rank, once it is there; raises what `look`, called once a second, does."""
@@ -201,7 +247,7 @@ class Channels:
 
     def _write_late(self) -> list[int]:
         try:
-            return [fd for channel in self._outgoing.values() if (fd := channel.flush()) is not None]
+            return [fd for channel in [*self._outgoing.values()] if (fd := channel.flush()) is not None]
         except OSError as error:
             raise ConnectionError("a rank does not read any more") from error
 
@@ -219,6 +265,9 @@ class Channels:
 
     def close(self) -> None:
         """Close all ends; whoever waits for this rank is told."""
+        if self._late_writer is not None:
+            self._late_writer.close()
+            self._late_writer = None
         for outgoing in self._outgoing.values():
             outgoing.close()
         for incoming in self._incoming.values():
