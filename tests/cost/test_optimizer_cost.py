@@ -43,6 +43,12 @@ def test_operations_and_bytes_are_counted_one_by_one() -> None:
     assert (counted.operations, counted.bytes) == (2, 240)
 
 
+def test_an_optimizer_of_matrices_alone_is_counted_with_matrices() -> None:
+    assert OptimizerCost.of(lambda p: torch.optim.Muon(p, lr=0.1)).state_per_parameter == 1.0
+    made = torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])
+    assert OptimizerCost.of(made).state_per_parameter == 1.0
+
+
 def test_what_cannot_be_tried_is_named() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

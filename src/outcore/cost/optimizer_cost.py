@@ -90,7 +90,7 @@ class OptimizerCost:
                 "parameters; give the optimizer inside of it, or the size of its state over that of the parameters: "
                 "optimizer=2.0"
             )
-        if isinstance(made := optimizer([nn.Parameter(torch.ones(4, device="cpu"))]), torch.optim.LBFGS):
+        if isinstance(made := _made(optimizer, _SIZES[-1:])[1], torch.optim.LBFGS):
             return cls._of_lbfgs(made)
         many, one = _count(optimizer, _SIZES, device_kind), _count(optimizer, _SIZES[-1:], device_kind)
         traffic = many.traffic / sum(_SIZES) / 4
@@ -154,8 +154,7 @@ def _bytes(values: Any) -> int:
 
 def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> _Counted:
     """Name, state per parameter, the peak of the second step above what is there, its traffic."""
-    params = [nn.Parameter(torch.ones(n, device="cpu")) for n in sizes]
-    optimizer = make(params)
+    params, optimizer = _made(make, sizes)
     if device_kind == "cuda" and not any(g.get("fused") for g in optimizer.param_groups):
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None:
@@ -171,6 +170,16 @@ def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> _Counte
         step()
     state = round(kept / sum(sizes) / 4, 3)
     return _Counted(type(optimizer).__name__, state, float(peak), float(traffic.bytes), traffic.operations)
+
+
+def _made(make: Optimizer, sizes: tuple[int, ...]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Parameters of these sizes and their optimizer; matrices for one that takes no others (Muon)."""
+    params = [nn.Parameter(torch.ones(n, device="cpu")) for n in sizes]
+    try:
+        return params, make(params)
+    except ValueError:
+        params = [nn.Parameter(torch.ones(64, n // 64, device="cpu")) for n in sizes]
+        return params, make(params)
 
 
 def _stepper(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> Callable[[], Any]:

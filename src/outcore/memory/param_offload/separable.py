@@ -56,12 +56,23 @@ def separable_step(
             return known
         return _tried(same_kind(optimizer), type(optimizer).__name__)
     try:
-        made = optimizer([nn.Parameter(torch.zeros(shape, device="cpu")) for shape in _SHAPES])
+        made = _made(optimizer, [nn.Parameter(torch.zeros(shape, device="cpu")) for shape in _SHAPES])
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         return SeparableStep(f"the optimizer could not be tried on a few small parameters ({said})")
     known = _known(type(made))
     return known if known is not None else _tried(optimizer, type(made).__name__)
+
+
+def _made(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer of some parameters, or of the matrices among them, if it takes no others (Muon)."""
+    try:
+        return make(parameters)
+    except ValueError:
+        parameters[:] = [p for p in parameters if p.ndim == 2]
+        return make(parameters)
 
 
 def _known(kind: type[torch.optim.Optimizer]) -> SeparableStep | None:
@@ -96,7 +107,7 @@ class _Trial:
     def __init__(self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
         drawn = torch.Generator().manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(shape, generator=drawn, device="cpu")) for shape in _SHAPES]
-        self.optimizer = make(self.parameters)
+        self.optimizer = _made(make, self.parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise OutcoreError(f"{type(self.optimizer).__name__} is no torch.optim.Optimizer")
 
