@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import torch
@@ -114,9 +115,10 @@ def timelines(plan: dict[str, Any]) -> tuple[Any, str, int]:
         gc.collect()
         counts.append(_living())
     timeline, text = engine.timeline(), str(engine.comparison())
-    # A thread may hold a tensor for a moment more, and a rank that runs ahead needs another row of shared memory, so
-    # not two steps are compared but the first half with the second.
-    grown = min(counts[8:]) - max(counts[:8])
+    # A thread may hold a tensor for a moment more, and a rank that runs ahead for the first time needs another row of
+    # shared memory, which it keeps. What leaks is more in every quarter of the steps than in the one before.
+    quarters = [counts[at : at + 4] for at in range(0, 16, 4)]
+    grown = min(min(after) - max(before) for before, after in itertools.pairwise(quarters))
     engine.close()
     return timeline, text, grown
 
