@@ -281,10 +281,9 @@ def main() -> None:
         return
     import torch
     from hosts import unavailable
-    from times import cpu_of
 
     from outcore.cost.costs import Costs
-    from outcore.machine import known
+    from outcore.machine import known, rated
     from outcore.machine.link import Link
     from outcore.run import launch
     from outcore.spatial.part_costs import PartCosts
@@ -310,7 +309,7 @@ def main() -> None:
         rate = min(link.away_bytes_per_s, rate_mbit * 1e6 / 8)
         link = replace(link, away_bytes_per_s=rate, back_bytes_per_s=rate, both_bytes_per_s=2 * rate)
         at_once = min(cores, ranks)
-        machine = replace(one, devices=(cpu_of(one),) * ranks, between_devices=link, processors=at_once)
+        machine = replace(one, devices=(rated(one.device("cpu")),) * ranks, between_devices=link, processors=at_once)
         planned = []
         for case in cases:
             found = launch(measure_case, at_once, asdict(case), given.measure, machine.to_json())[0]

@@ -36,8 +36,7 @@ from torch import nn
 import outcore
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
-from outcore.machine import Device, known, parse
-from outcore.machine.device import PRECISIONS
+from outcore.machine import known, parse, rated
 from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 from outcore.models import UNet
@@ -197,16 +196,9 @@ def _busy(events: Iterable[Event]) -> dict[str, float]:
     return found
 
 
-def cpu_of(machine: Machine) -> Device:
-    """A machine's CPU. Where it has a GPU, no rates of the CPU are known; the loss and the update, all that is
-    estimated here, are then taken at an assumed one."""
-    found = machine.device("cpu")
-    return found if found.rates else replace(found, rates=dict.fromkeys(PRECISIONS, 5e10))
-
-
 def _machine(cuda: bool, ranks: int, cores: int, link: Link) -> Machine:
     one = parse("h200") if cuda else known()
-    device = one.devices[0] if cuda else cpu_of(one)
+    device = one.devices[0] if cuda else rated(one.device("cpu"))
     return replace(one, devices=(device,) * ranks, between_devices=link, processors=None if cuda else cores)
 
 

@@ -36,7 +36,7 @@ from networks import NETWORKS
 from run import helps, show, summary
 
 import outcore
-from outcore.machine import Machine, known
+from outcore.machine import Machine, known, rated
 from outcore.machine.link import Link
 from outcore.run import Engine, launch, measure_link
 
@@ -152,12 +152,12 @@ def on_hosts(names: list[str], *words: str) -> None:
 def measured(rate: int, delay: float) -> list[dict[str, Any]]:
     """Rows of one link."""
     name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
-    with hosts(RANKS, rate, delay) as names, tempfile.TemporaryDirectory() as folder:
+    with hosts(RANKS, rate, delay, prefix="stages") as names, tempfile.TemporaryDirectory() as folder:
         out, document = Path(folder) / "found.json", Path(folder) / "rows.json"
         on_hosts(names, "--link", str(out))
         wire = json.loads(out.read_text())
         one = known()
-        machine = replace(one, devices=(one.device("cpu"),) * RANKS, between_devices=Link(**wire))
+        machine = replace(one, devices=(rated(one.device("cpu")),) * RANKS, between_devices=Link(**wire))
         rows = [{"ranks": RANKS, "link": name, "wire": wire} | row for row in launch(planned, RANKS, machine)[0]]
         document.write_text(json.dumps(rows))
         on_hosts(names, "--worker", str(document), str(out))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from outcore.errors import EngineError
 from outcore.machine.link import Link
 from outcore.run import measure_link
-from outcore.run.link_probe import _fitted
+from outcore.run.link_probe import _fitted, _Probe
+from outcore.run.ranks.world import World
 from tests.run.pool import Pool
 
 
@@ -20,6 +22,29 @@ def test_every_rank_learns_the_same_link(ranks: Pool, size: int) -> None:
     found = ranks.run(_measured, size)
     assert len(set(found)) == 1
     assert found[0].host_s > 0 and found[0].away_bytes_per_s > 1e6 and found[0].gap_s == 0.0
+
+
+_ALONE_S = 1e-9
+"""What a message is said to take alone: less than any does."""
+
+
+def _gap_after_exchanges() -> float:
+    """What GPUs are asked for: exchanges between two ranks, then rows from everybody to everybody."""
+    world = World.join(timeout_s=8.0)
+    try:
+        probe = _Probe(world, torch.device("cpu"))
+        probe._exchange(1 << 10, 3)
+        found = probe._gap_s(2, _ALONE_S)
+        probe.close()
+        return found
+    finally:
+        world.close()
+
+
+def test_ranks_that_sat_out_the_exchanges_take_part_in_what_follows(ranks: Pool) -> None:
+    """Of three ranks two exchange messages; the third has to number those of all three as they do."""
+    found = ranks.run(_gap_after_exchanges, 3)
+    assert found == [_ALONE_S] * 3  # a message never comes later than it would alone
 
 
 def test_one_rank_has_no_link() -> None:

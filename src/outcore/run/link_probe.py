@@ -85,7 +85,8 @@ class _Probe:
         mine = _fitted(found, self.device.type == "cuda")
         rows = [row for row in self.world.share(mine) if row]
         per_byte, latency_s, host_s = (statistics.median(column) for column in zip(*rows, strict=True))
-        gap_s = self._gap_s(min(sizes.values()), latency_s)
+        is_spaced = self.device.type == "cuda" and self.world.size > 2
+        gap_s = self._gap_s(min(sizes.values()), latency_s) if is_spaced else 0.0
         latency_s -= gap_s
         size, added_s = self.world.size, statistics.median(self.world.share(self._add_up()))
         moved_s = 2 * (size - 1) * (latency_s + gap_s + 2 * host_s + _ROW_BYTES / size * per_byte)
@@ -103,13 +104,14 @@ class _Probe:
         taking = max(2, min(self.world.size, _processors()) // 2 * 2) if self.device.type == "cpu" else 2
         row, walls, used = torch.zeros(nbytes // 4, device=self.device), list[float](), list[float]()
         self.world.barrier()
-        for _ in range(times if self.world.rank < taking else 0):
-            self.number += 1
+        first = self.number
+        self.number += times  # on every rank: those that do not exchange now number what comes next alike
+        for number in range(first, self.number) if self.world.rank < taking else ():
             if self.device.type == "cpu":
                 F.conv2d(torch.zeros(2, 3, 64, 64, device=self.device), torch.zeros(64, 3, 7, 7, device=self.device))
             began, computed = time.perf_counter(), time.process_time()
-            coming = self.messages.receive((len(row),), row.dtype, self.device, other, self.number)
-            self.messages.send(row, other, self.number)
+            coming = self.messages.receive((len(row),), row.dtype, self.device, other, number)
+            self.messages.send(row, other, number)
             coming.wait()
             walls.append(time.perf_counter() - began)
             used.append(time.process_time() - computed)
@@ -118,9 +120,7 @@ class _Probe:
         return (statistics.median(walls), statistics.median(used)) if walls else None
 
     def _gap_s(self, times: int, alone_s: float) -> float:
-        """Seconds from one message to the next on a GPU, where one takes so long alone."""
-        if self.device.type == "cpu" or self.world.size < 3:
-            return 0.0
+        """Seconds from one message to the next among three ranks or more, where one takes so long alone."""
         row, walls = torch.zeros(64, device=self.device), list[float]()
         for _ in range(times):
             self.number += 1
