@@ -1,10 +1,12 @@
-"""What a host takes to issue a call, of runs some of which waited for room in a device's queue."""
+"""Which of several timed runs count: not those that waited for a device's queue, nor those given new memory."""
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
-from outcore.machine.clock import _issue_s
+from outcore.machine.clock import _issue_s, time_calls
 
 
 @pytest.mark.parametrize(
@@ -18,3 +20,24 @@ from outcore.machine.clock import _issue_s
 )
 def test_waits_for_room_in_a_queue_are_not_the_hosts_time(issued: list[float], alone: float, expected: float) -> None:
     assert _issue_s(issued, alone) == pytest.approx(expected)
+
+
+def test_runs_that_were_given_new_memory_by_the_system_do_not_count() -> None:
+    """The heap grows in the first runs of a large operation; a step finds the memory of the step before."""
+    taken: list[mmap.mmap] = []
+
+    def call() -> None:
+        if len(taken) < 6:
+            taken.append(mmap.mmap(-1, 200 * mmap.PAGESIZE))
+            taken[-1].write(b"x" * len(taken[-1]))
+
+    timing = time_calls(call, "cpu", seconds=1e9, warmup=2, most=10)
+    assert timing.runs == 10 - (6 - 2)
+
+
+def test_runs_that_are_all_given_new_memory_count() -> None:
+    def call() -> None:
+        with mmap.mmap(-1, 200 * mmap.PAGESIZE) as memory:
+            memory.write(b"x" * len(memory))
+
+    assert time_calls(call, "cpu", seconds=1e9, warmup=1, most=8).runs == 8
