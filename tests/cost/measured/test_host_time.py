@@ -8,7 +8,6 @@ import torch
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured import host_time
-from outcore.cost.measured.cache_state import CacheState
 from outcore.cost.measured.saved_bytes import account
 from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns, time_calls
@@ -45,14 +44,6 @@ def test_calls_that_take_longer_alone_than_together_have_nothing_between_them(mo
     random = torch.get_rng_state()
     assert host_time.between_calls(CPU, taking(10.0)[1]) == 0.0  # type: ignore[arg-type]
     assert torch.equal(random, torch.get_rng_state())
-
-
-def test_arranging_the_caches_changes_no_value() -> None:
-    tensors = [torch.randn(100), torch.randn(4, 5).t(), torch.arange(7)]
-    before = [t.clone() for t in tensors]
-    arrange = CacheState(CPU).before(tensors)
-    arrange()
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 def test_what_is_done_between_runs_is_not_part_of_their_time() -> None:

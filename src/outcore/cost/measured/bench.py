@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from functools import partial
 import torch
 
 from outcore.cost.costs import CallCost, Costs, Source
-from outcore.cost.measured.cache_state import CacheState
+from outcore.cost.measured.cache_state import CacheState, bytes_touched
 from outcore.cost.measured.host_speed import HostSpeed, reference_work_s
 from outcore.cost.measured.isolated_call import IsolatedCall
 from outcore.cost.measured.saved_bytes import account, signature
@@ -35,6 +34,8 @@ from outcore.machine.clock import TimedRuns, clock_for, time_calls
 from outcore.machine.free_memory import host_free_bytes
 
 _CPU_LIMIT = 2**30
+_LEAST_RUNS = 4
+"""Runs for which emptying the cache takes no longer than timing a call may."""
 _LEAST_WORKSPACE = 2**20
 """A matrix product's workspace is no smaller."""
 
@@ -56,7 +57,7 @@ class CallBench:
         self.steps = self.recording.calls()
         self.host_speed = HostSpeed()
         self.engines: list[TimedRuns] = []
-        self.cache_state = CacheState(device)
+        self.cache_state, self.touched = CacheState(device), bytes_touched(graph, self.costs)
         self.before = 0
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
@@ -208,11 +209,11 @@ class CallBench:
             cost = self._measure_workspace(isolated, cost)
         isolated.prepare(self.runs + 5)
         with isolated.entered():
-            forward = self._clocked(isolated.run, seconds, list(isolated.values.values()))
+            forward = self._clocked(isolated.run, seconds, list(isolated.values.values()), self.touched[name].forward)
         backward = None
         roots, gradients = isolated.gradients_for(isolated.forward())
         if roots and isolated.wanted and cost.has_backward:
-            backward = self._time_backward(isolated, roots, gradients, forward, seconds)
+            backward = self._time_backward(isolated, roots, gradients, forward, seconds, self.touched[name].backward)
         source: Source = "measured" if scale == 1.0 else "scaled"
         return replace(
             cost,
@@ -228,37 +229,30 @@ class CallBench:
         gradients: list[torch.Tensor],
         forward: TimedRuns,
         seconds: float,
+        touched: int,
     ) -> TimedRuns:
         """The times of backward and of the start of the engine, which is timed beside it."""
         with in_this_thread(self.device):
             self.engines.append(self._engine())
             try:
-                return self._clocked(_gradients(roots, isolated.wanted, gradients), seconds, gradients)
+                return self._clocked(_gradients(roots, isolated.wanted, gradients), seconds, gradients, touched)
             except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
 
                 def both() -> None:
                     isolated.backward(*isolated.gradients_for(isolated.forward()))
 
-                return self._clocked(both, seconds, gradients).less(forward)
+                return self._clocked(both, seconds, gradients, touched).less(forward)
 
-    def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> TimedRuns:
-        """Time a call as in a step: only the results of the call before are in the cache."""
-        between = self.cache_state.before(warm)
+    def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor], touched: int) -> TimedRuns:
+        """Time a call as in a step, which leaves the results of the call before in the cache and touches `touched`
+        other bytes since it last used the rest."""
+        between = self.cache_state.before(warm, touched, seconds / _LEAST_RUNS)
         if self.device.type != "cpu":
             before = reference_work_s()
             timing = time_calls(call, self.device, seconds=seconds, warmup=1, most=self.runs, between=between)
             return self.host_speed.counted(timing, before)
-        clock, samples = clock_for(self.device), list[float]()
-        begin = time.perf_counter()
-        call()
-        least = 3 if time.perf_counter() - begin < seconds else 1
-        end = time.perf_counter() + seconds
-        while len(samples) < least or (len(samples) < self.runs and time.perf_counter() < end):
-            between()
-            start = clock()
-            call()
-            samples.append(clock() - start)
-        return TimedRuns.of(samples)
+        clock = clock_for(self.device)
+        return time_calls(call, self.device, seconds=seconds, warmup=1, most=self.runs, clock=clock, between=between)
 
     def _measure_workspace(self, isolated: IsolatedCall, cost: CallCost) -> CallCost:
         """The workspace as the GPU's allocator saw it, with what libraries take inside of an operation."""

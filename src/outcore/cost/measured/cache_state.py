@@ -1,9 +1,17 @@
 """The cache state that a call finds in a step.
 
 Timed over and over, a call finds everything it touches in the cache: its weights, its saved tensors, even the memory of
-its output. In a step only the results of the call before it are there. So before every timed run the cache is filled
-with something else, and then the tensors that the call before would have written are written again: a forward call's
-inputs, a backward call's incoming gradients, as much of them as the cache holds beside what was read meanwhile.
+its output. In a step the results of the call before it are there, and of the rest what the step has not pushed out
+since it was last touched: a layer's weights wait for a whole step, what it saved waits until the later layers are
+through, forward and backward. That is few bytes for the last layer and for a network of tiny tensors, and many for the
+first layer of a large one (`bytes_touched`). So before every timed run so many other bytes are touched, and then the
+tensors that the call before would have written are written again: a forward call's inputs, a backward call's incoming
+gradients, as much of them as the cache holds beside what was read meanwhile. On a CPU the interpreter's and autograd's
+own code and data, which every call of a step uses, are pushed out with the rest; a tiny call, forward and backward,
+brings them back.
+
+On a GPU the whole cache is filled with something else: kernels that are short enough for the difference to count are
+launched more slowly than they run.
 
 Timed warm, networks of memory-bound layers come out 10 to 20 % too fast on CPUs and GPUs alike; timed all cold, small
 ones up to 70 % too slow.
@@ -11,12 +19,41 @@ ones up to 70 % too slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-_CPU_CACHE_BYTES = 4 * 2**20
-"""More than a core's own cache, less than what cores share: in a step the calls before leave about that much in it."""
+from outcore.cost.costs import Costs
+from outcore.graph import Graph
+
+_CPU_CACHE_BYTES = 64 * 2**20
+"""More than the cores of a processor share, if only a little more in large ones: filling it takes milliseconds."""
+
+_TOUCHED_BYTES_PER_S = 8e9
+"""About how fast one core reads and writes memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """What a step touches from one use of a call's tensors to the next, in bytes."""
+
+    forward: int
+    """Since the weights were used in the step before."""
+    backward: int
+    """Since the call saved tensors in its forward."""
+
+
+def bytes_touched(graph: Graph, costs: Costs) -> dict[str, Touched]:
+    """By call, how much else of its memory a training step touches before the call runs."""
+    found, later = dict[str, int](), 0
+    for name in reversed(graph.calls):
+        cost = costs.calls[name]
+        derived = sum(saved.bytes for saved in cost.saved if saved.kind == "derived")
+        later += cost.output_bytes + derived + 2 * cost.parameter_bytes  # weights and their gradients
+        found[name] = later
+    return {name: Touched(later, backward) for name, backward in found.items()}
 
 
 class CacheState:
@@ -24,11 +61,9 @@ class CacheState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.cache_bytes = _CPU_CACHE_BYTES
         self._elsewhere = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if device.type == "cpu":
-            self._elsewhere = torch.zeros(_CPU_CACHE_BYTES, dtype=torch.uint8, device="cpu")
-        elif device.type == "cuda":
+        self.cache_bytes = _CPU_CACHE_BYTES
+        if device.type == "cuda":
             self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
 
     def hold(self) -> None:
@@ -38,11 +73,19 @@ class CacheState:
 
     def release(self) -> None:
         """Free it."""
-        if self.device.type == "cuda":
-            self._elsewhere = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._elsewhere = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def before(self, warm: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """A function to call before every timed run; after it only `warm` is in the cache."""
+    def before(
+        self, warm: Sequence[torch.Tensor], touched_bytes: int | None = None, seconds: float = math.inf
+    ) -> Callable[[], None]:
+        """A function to call before every timed run.
+
+        Args:
+            warm: what the call before would have written; in the cache, after it.
+            touched_bytes: how many other bytes a step touches since the rest was last used; as many as a cache holds if
+                not given.
+            seconds: how long touching them may take, on a CPU; the cache is emptied in part if that is too short.
+        """
         if self.device.type == "cuda":
             pieces = self._pieces(warm)
 
@@ -53,8 +96,16 @@ class CacheState:
 
             return arrange
 
+        count = self.cache_bytes if touched_bytes is None else min(self.cache_bytes, touched_bytes)
+        count = int(min(count, _TOUCHED_BYTES_PER_S * seconds))
+        if self._elsewhere.numel() < count:
+            self._elsewhere = torch.zeros(count, dtype=torch.uint8, device="cpu")
+        others, tiny = self._elsewhere[:count], torch.ones(1, requires_grad=True, device="cpu")
+
         def arrange_cpu() -> None:
-            self._elsewhere.add_(1)
+            others.add_(1)
+            with torch.enable_grad():
+                torch.autograd.grad(tiny.view(1), [tiny], [tiny])
             for tensor in warm:
                 tensor.detach().clone()
 
