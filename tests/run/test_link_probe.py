@@ -58,3 +58,15 @@ def test_times_that_lie_on_a_line_give_its_rate_and_latency() -> None:
     assert _fitted(found, False) == pytest.approx((0.1, 2.0, 0.5))
     assert _fitted(found, True) == pytest.approx((0.1, 3.0, 0.0))
     assert _fitted({10: None}, False) is None
+
+
+def test_short_messages_that_go_another_way_do_not_make_the_link_faster() -> None:
+    """What a link of 12.5 MB/s was seen to take whose first 16 KiB after a pause are not held up."""
+    walls = {1 << 10: 0.19e-3, 1 << 13: 0.22e-3, 1 << 16: 4.6e-3, 1 << 20: 90e-3, 1 << 22: 374e-3}
+    per_byte, latency_s, host_s = (
+        _fitted({nbytes: (wall, 0.18e-3) for nbytes, wall in walls.items()}, False) or (0,) * 3
+    )
+    assert 1 / per_byte == pytest.approx(11.3e6, rel=0.02)
+    assert host_s == pytest.approx(0.09e-3) and latency_s == 0.0
+    for nbytes in (1 << 20, 1 << 22):
+        assert latency_s + 2 * host_s + nbytes * per_byte == pytest.approx(walls[nbytes], rel=0.05)

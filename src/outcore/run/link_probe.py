@@ -5,11 +5,14 @@ out of the system's memory take longer than its bytes do, and they take it of a 
 the rate say anything of adding gradients up. So ranks exchange messages of several sizes, two and two, as the
 neighbours of a grid do: both send and both receive, after some computing, since ranks do not come to an exchange at the
 same moment, and what it needs is not in a cache by then. Of the seconds that an exchange takes, those in which a
-process computes are the host's, for one message sent and one received; the rest of a small exchange is latency; a line
-through the medians of all sizes, each weighed by what it took, gives the rate. No more ranks do so at once than there
-are processors: a wait for a processor is no latency (`Machine.processors` says how many there are). Where the host of a
-GPU handles messages while the GPU computes, they follow each other at some distance; a small row from every rank to
-every other, as the statistics of a norm are sent, says at which. Then all ranks add up rows as they do gradients.
+process computes are the host's, for one message sent and one received; the rest of the smallest exchange is latency;
+the line from there that passes best through the medians of the larger ones, which are far from equally long, gives the
+rate. (Short messages may go another way than long ones, and the first bytes after a pause faster than a slow link does
+move bytes, so a line through all of them, each as good as the other, gave 22 MB/s to a link of 12.) No more ranks do so
+at once than there are processors: a wait for a processor is no latency (`Machine.processors` says how many there are).
+Where the host of a GPU handles messages while the GPU computes, they follow each other at some distance; a small row
+from every rank to every other, as the statistics of a norm are sent, says at which. Then all ranks add up rows as they
+do gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from outcore.spatial.communicator import gather_rows
 
 __all__ = ["measure_link"]
 
-_SIZES = {1 << 10: 60, 1 << 13: 40, 1 << 16: 20, 1 << 20: 12, 1 << 22: 8}
+_SIZES = {1 << 10: 60, 1 << 13: 40, 1 << 16: 20, 1 << 18: 16, 1 << 20: 12, 1 << 22: 8}
 """Bytes of the messages, and how often each is exchanged."""
 _ROW_BYTES, _WARM, _TURNS = 1 << 23, 2, 4
 """Of the rows that are added up; turns that do not count, and those that do."""
@@ -176,12 +179,10 @@ def _fitted(found: Mapping[int, tuple[float, float] | None], is_gpu: bool) -> tu
     times = {nbytes: pair for nbytes, pair in found.items() if pair is not None}
     if not times:
         return None
-    walls = {nbytes: wall for nbytes, (wall, _) in times.items()}
-    weights = [1 / seconds**2 for seconds in walls.values()]
-    mean_x = sum(w * x for w, x in zip(weights, walls, strict=True)) / sum(weights)
-    mean_y = sum(w * y for w, y in zip(weights, walls.values(), strict=True)) / sum(weights)
-    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, walls.items(), strict=True))
-    slope = over / max(1e-30, sum(w * (x - mean_x) ** 2 for w, x in zip(weights, walls, strict=True)))
     small = min(times)
-    host_s = 0.0 if is_gpu else min(times[small][1], walls[small]) / 2
-    return max(1e-12, slope), max(0.0, mean_y - slope * mean_x - 2 * host_s), host_s
+    small_s, used_s = times[small]
+    rest = [(nbytes - small, wall - small_s, wall) for nbytes, (wall, _) in times.items()]
+    per_byte = sum(x * y / wall for x, y, wall in rest) / max(1, sum(x * x / wall for x, _, wall in rest))
+    per_byte = max(1e-12, per_byte)
+    host_s = 0.0 if is_gpu else min(used_s, small_s) / 2
+    return per_byte, max(0.0, small_s - per_byte * small - 2 * host_s), host_s
