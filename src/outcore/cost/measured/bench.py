@@ -34,8 +34,8 @@ from outcore.machine.clock import TimedRuns, clock_for, time_calls
 from outcore.machine.free_memory import host_free_bytes
 
 _CPU_LIMIT = 2**30
-_LEAST_RUNS = 4
-"""Runs for which emptying the cache takes no longer than timing a call may."""
+_ARRANGING = 1 / 16
+"""Share of the time for a call that each arranging of the cache may take, of which there are four at least."""
 _LEAST_WORKSPACE = 2**20
 """A matrix product's workspace is no smaller."""
 
@@ -246,7 +246,7 @@ class CallBench:
     def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor], touched: int) -> TimedRuns:
         """Time a call as in a step, which leaves the results of the call before in the cache and touches `touched`
         other bytes since it last used the rest."""
-        between = self.cache_state.before(warm, touched, seconds / _LEAST_RUNS)
+        between = self.cache_state.before(warm, touched, _ARRANGING * seconds)
         if self.device.type != "cpu":
             before = reference_work_s()
             timing = time_calls(call, self.device, seconds=seconds, warmup=1, most=self.runs, between=between)
