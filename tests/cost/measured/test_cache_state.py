@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import nn
@@ -14,12 +17,16 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def test_arranging_the_caches_changes_no_value() -> None:
-    tensors = [torch.randn(100), torch.randn(4, 5).t(), torch.arange(7)]
-    before = [t.clone() for t in tensors]
-    arrange = CacheState(CPU).before(tensors)
+def test_arranging_the_caches_moves_small_tensors_along_and_changes_no_other() -> None:
+    small, weight = torch.randn(4, 25), torch.randn(100, requires_grad=True)
+    same = [torch.randn(4, 5).t(), torch.arange(7), torch.randn(2**17), torch.randn(3).expand(2, 3)]
+    before, numbers, version = [t.clone() for t in same], small.flatten().sort().values, weight._version
+    arrange = CacheState(CPU).before([small, weight, *same])
+    first = small.clone()
     arrange()
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert not torch.equal(small, first) and torch.equal(small.flatten().sort().values, numbers)
+    assert all(torch.equal(a, b) for a, b in zip(same, before, strict=True))
+    assert weight._version == version  # what autograd has saved may still be used
 
 
 @pytest.mark.parametrize(
@@ -53,3 +60,11 @@ def test_calls_wait_for_what_comes_after_them() -> None:
     found = bytes_touched(graph, costs)
     assert {name: touched.backward for name, touched in found.items()} == expected
     assert {touched.forward for touched in found.values()} == {expected["0#0"]}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_caches_are_arranged_in_whatever_mode_a_call_runs(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    arrange = CacheState(CPU).before([torch.randn(8), torch.randn(3, 3).to_sparse(), torch.empty(0)], MIB)
+    with mode():
+        arrange()
+        assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode)
