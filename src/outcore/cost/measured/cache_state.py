@@ -51,7 +51,7 @@ class Touched:
 def bytes_touched(graph: Graph, costs: Costs) -> dict[str, Touched]:
     """By call, how much else of its memory a training step touches before the call runs."""
     found, later = dict[str, int](), 0
-    for name in reversed(graph.calls):
+    for name in reversed(list(graph.calls)):
         cost = costs.calls[name]
         derived = sum(saved.bytes for saved in cost.saved if saved.kind == "derived")
         later += cost.output_bytes + derived + 2 * cost.parameter_bytes  # weights and their gradients
