@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outcore.graph.record.numeric_settings import numeric_settings, under_settings
 from outcore.graph.structure import leaves
-from outcore.memory.replay.numeric_settings import numeric_settings, under_settings
 from outcore.memory.replay.replay_buffer import Geometry, is_lazy_view, over, raw
 from outcore.memory.replay.replay_recompute import (
     NormAgain,

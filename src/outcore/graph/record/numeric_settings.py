@@ -2,13 +2,14 @@
 
 A forward may set them for some of its lines alone (``with torch.backends.mkldnn.flags(enabled=False):``, full precision
 for one product of matrices, another default dtype), and they are put back before backward runs those calls again: with
-the settings of backward, the same call gives other bits, or another dtype.
+the settings of backward, the same call gives other bits, or another dtype. A recording that is run again has to
+set them as the forward did, where they are not those around it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -49,6 +50,20 @@ def _readers() -> tuple[Callable[[], Any], ...]:
 def numeric_settings() -> tuple[Any, ...]:
     """The settings in force here and now."""
     return tuple([read() for read in _readers()])
+
+
+def changed_settings(since: tuple[Any, ...]) -> tuple[tuple[int, Any], ...]:
+    """The settings that are others than they were: which, and what they are now."""
+    now = numeric_settings()
+    return tuple((i, new) for i, (new, old) in enumerate(zip(now, since, strict=True)) if new != old)
+
+
+def with_changes(changes: Iterable[tuple[int, Any]]) -> tuple[Any, ...]:
+    """The settings here and now, but for some."""
+    values = list(numeric_settings())
+    for i, value in changes:
+        values[i] = value
+    return tuple(values)
 
 
 @contextlib.contextmanager
