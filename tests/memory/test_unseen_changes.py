@@ -51,10 +51,6 @@ def _by_array(x: Tensor) -> None:
     np.asarray(x.detach())[...] *= 2
 
 
-def _by_storage(x: Tensor) -> None:
-    x.untyped_storage().copy_((x.detach() * 2).untyped_storage())
-
-
 def _by_dlpack(x: Tensor) -> None:
     np.from_dlpack(x.detach())  # shares its memory
     torch.from_dlpack(x.detach()).mul_(2.0)
@@ -65,7 +61,6 @@ WRITES = {
     "thread": _by_thread,
     "numpy": _by_numpy,
     "array": _by_array,
-    "storage": _by_storage,
     "dlpack": _by_dlpack,
 }
 

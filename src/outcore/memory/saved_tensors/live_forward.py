@@ -55,8 +55,6 @@ _SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAt
 _HARMLESS = {"requires_grad_", "retain_grad"}
 _EXPORTS = {"numpy", "array", "dlpack"}
 """Methods that give the memory of a tensor to another library."""
-_ADDRESSES = {"data_ptr", "untyped_storage", "storage"}
-"""Methods behind which anybody may write the memory of a tensor; on a GPU every kernel of Triton's asks for them."""
 _modules: Any = nn.modules.module
 _autograd: Any = torch._C._autograd
 _push_hooks, _pop_hooks = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
@@ -77,7 +75,7 @@ class _Function:
         self.name, self.plans, self.composite = name, plans, func in _COMPOSITES
         self.writes = (name.endswith("_") and name not in _HARMLESS) or name == "setitem"
         self.asks_device = func in DEVICE_QUERIES
-        self.exports = name in _EXPORTS or name in _ADDRESSES
+        self.exports = name in _EXPORTS
         self.busy = bool(plans) or self.writes or self.composite or self.asks_device or self.exports
 
 
@@ -223,7 +221,7 @@ class LiveForward(TorchFunctionMode):
                 if (plan := known.plans.get(count)) is not None:
                     writes = known.writes or (bool(kwargs) and bool(kwargs.get("inplace")))
                     return self._managed(plan, known.name, func, None, args, kwargs, writes)
-        if known.exports and args and (known.name in _EXPORTS or args[0].device.type == "cpu"):
+        if known.exports and args:
             self.buffers.about_to_export(args[0])
         elif known.writes and args:
             self.buffers.about_to_write(args[0])
