@@ -7,6 +7,7 @@ last writer and the readers since are recorded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,39 @@ class VersionCounters:
         return list({id(t): t for t, version in self._before if _version(t) != version}.values())
 
 
+class SeenWrites:
+    """Notices tensors that were written where nobody saw it: by an operator's overload, another thread, a library.
+
+    The version of a tensor is noted when it is first met. It may change with the writes that are seen into its storage,
+    whichever tensor these were made through, and with no others.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[int, int]] = {}
+        """Tensor (id) -> its version, and how many writes into its storage had been seen."""
+        self._writes: Counter[int | None] = Counter()
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Remember the version that a tensor has now."""
+        self._noted[id(tensor)] = _version(tensor), self._writes[storage_key(tensor)]
+
+    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember that tensors have just been written."""
+        self._writes.update({storage_key(t) for t in tensors})
+
+    def missed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was written and nobody saw it."""
+        if (noted := self._noted.get(id(tensor))) is None or noted[0] == _version(tensor):
+            return False
+        unseen = noted[1] == self._writes[storage_key(tensor)]
+        self.note(tensor)
+        return unseen
+
+    def forget(self, identity: int) -> None:
+        """A tensor has died."""
+        self._noted.pop(identity, None)
+
+
 def written_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors a function writes by torch's naming rules (for tensors whose version a recording leaves alone)."""
     targets: Any = kwargs.get("out", ())
@@ -105,12 +139,14 @@ def written_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    with torch._C.DisableTorchFunction():  # what asks here is no part of what is recorded
+        return -1 if tensor.is_inference() else tensor._version
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """A key of the memory of a tensor while it is alive; None for a tensor without one storage."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without one storage
         return None

@@ -30,10 +30,11 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from outcore.errors import CaptureError
-from outcore.graph.aliasing import StorageHistory, VersionCounters, written_by_name
+from outcore.graph.aliasing import SeenWrites, StorageHistory, VersionCounters, written_by_name
 from outcore.graph.naming import function_name, is_compiled, kind_of, literals, paths
 from outcore.graph.parts import ROOT, BlockKind, Call, Value, ancestors
 from outcore.graph.record.intercept import call_module, opened
+from outcore.graph.record.numeric_settings import numeric_settings
 from outcore.graph.record.recording import Context, Recording, Ref, Step
 from outcore.graph.record.references import References, unheld
 from outcore.graph.source import call_site
@@ -95,6 +96,7 @@ class Recorder(TorchFunctionMode):
         self.state = {id(t): name for name, t in reversed(named)}
         self.devices = tuple({"cpu", *(t.device.type for _, t in named)} - {"meta"})
         self.ambient = Context.current(self.devices)
+        self._settings = numeric_settings()
         self.steps: list[Step] = []
         self.calls: dict[str, Call] = {}
         self.values: dict[str, Value] = {}
@@ -114,7 +116,9 @@ class Recorder(TorchFunctionMode):
         self._references = References(lambda: len(calls), lambda key: (gone := forget()) and gone(key))
         self.held_until: dict[str, str] = {}
         """Values that Python holds beyond their last use (`Value.held_until`), once the run is over."""
-        self._memories = StorageHistory()
+        self._memories, self._writes = StorageHistory(), SeenWrites()
+        for _, tensor in named:
+            self._writes.note(tensor)
         self._stack: list[str] = []
         self._quiet = 0
         self._touched: list[torch.Tensor] | None = None
@@ -125,6 +129,8 @@ class Recorder(TorchFunctionMode):
 
     def recording(self, result: Any) -> Recording:
         """What was recorded, given what the model returned."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._check_writes(tensor)
         held = self._references.held_until(self.calls)
         template = substitute(result, torch.Tensor, self.ref)
         given = {*self.inputs, *(ref.name for _, ref in leaves(template, Ref))}  # whoever calls the model holds them
@@ -152,7 +158,7 @@ class Recorder(TorchFunctionMode):
         if func in _COMPOSITES:
             with self, opened():
                 return func(*args, **kwargs)
-        versions = VersionCounters(args, kwargs)
+        versions = self._versions_of(args, kwargs)
         result = self._run(func, args, kwargs)
         name = getattr(func, "__name__", "")
         written = versions.changed() + written_by_name(name, args, kwargs)
@@ -172,8 +178,9 @@ class Recorder(TorchFunctionMode):
         kind = kind_of(module) if path != ROOT else "container"
         if kind == "container":
             return self._inside(module, path, args, kwargs)
-        versions = VersionCounters(args, kwargs)
+        versions = self._versions_of(args, kwargs)
         result = self._silently(lambda: _eager(module)(*args, **kwargs))
+        self._writes.wrote((*module.parameters(), *module.buffers()))
         self._emit(kind, path, path, args, kwargs, result, versions.changed(), self._state_of(module))
         return result
 
@@ -188,10 +195,11 @@ class Recorder(TorchFunctionMode):
         """Record a call of a part that must stay whole."""
         if self._quiet:
             return run()
-        versions = VersionCounters(args, kwargs)
+        versions = self._versions_of(args, kwargs)
         touched: list[torch.Tensor] = []
         with unheld() if isinstance(getattr(target, "__self__", None), FunctionMeta) else contextlib.nullcontext():
             result = self._silently(run, touched)
+        self._writes.wrote(touched)
         given = {id(t) for _, t in leaves((args, kwargs), torch.Tensor)}
         seen = [self._names[id(t)] for t in touched if id(t) in self._names and id(t) not in given]
         hidden = [ref.name for ref in seen if ref.kind == "value"]
@@ -268,6 +276,7 @@ class Recorder(TorchFunctionMode):
         state: Sequence[str] = (),
     ) -> None:
         """Append a call that has just happened to the steps."""
+        self._writes.wrote(written)
         is_module = isinstance(target, str)
         type_ = type(self.model.get_submodule(target)).__name__ if is_module else block.rpartition(".")[2][:-2]
         name = self._next_call(block, kind, type_)
@@ -292,7 +301,7 @@ class Recorder(TorchFunctionMode):
             rebinds.append((value, mutates[id(tensor)]))
             self._bind(value, tensor, name)
 
-        context = Context.current(self.devices)
+        context = Context.current(self.devices, self._settings)
         self.calls[name] = Call(
             name=name,
             block=block,
@@ -316,12 +325,15 @@ class Recorder(TorchFunctionMode):
         self.uses_data = True
         given, named = substitute((args, kwargs), torch.Tensor, self.ref)
         where = f"{function_name(func)} at {call_site()}"
-        self.steps.append(Step(where, "guard", func, given, named, Context.current(self.devices), answer=answer))
+        self.steps.append(
+            Step(where, "guard", func, given, named, Context.current(self.devices, self._settings), answer=answer)
+        )
 
     def ref(self, leaf: torch.Tensor | nn.Module) -> Ref | nn.Module:
         """The reference of a tensor or a module."""
         if isinstance(leaf, nn.Module):
             return Ref("module", self.paths[leaf]) if leaf in self.paths else leaf
+        self._check_writes(leaf)
         if (name := self.state.get(id(leaf))) is not None:
             return Ref("state", name)
         if (known := self._names.get(id(leaf))) is not None:
@@ -345,10 +357,28 @@ class Recorder(TorchFunctionMode):
         self._alive.append(leaf)
         return ref
 
+    def _versions_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VersionCounters:
+        """The versions of what a call is given, before it is made."""
+        for _, tensor in leaves((args, kwargs), torch.Tensor):
+            self._check_writes(tensor)
+        return VersionCounters(args, kwargs)
+
+    def _check_writes(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that was written in a way that is in no step."""
+        if self._writes.missed(tensor):
+            self.volatile = True
+            if not _THREAD.planning:
+                shape = "x".join(map(str, tensor.shape)) or "scalar"
+                raise HiddenTensorError(
+                    f"a {shape} tensor was written where recording cannot see it: by an operator of torch.ops, in "
+                    f"another thread, or by another library ({call_site()})"
+                )
+
     def _bind(self, name: str, tensor: torch.Tensor, producer: str | None) -> None:
         """Name a tensor; from here on, as long as it lives, it is known by this name."""
         self._names[id(tensor)] = Ref("value", name)
         self._references.watch(name, tensor)
+        self._writes.note(tensor)
         self.values[name] = Value(
             name=name,
             shape=tuple(tensor.shape),
@@ -364,6 +394,7 @@ class Recorder(TorchFunctionMode):
     def _forget(self, identity: int) -> None:
         """A tensor has died."""
         self._names.pop(identity, None)
+        self._writes.forget(identity)
 
     def _next_call(self, block: str, kind: BlockKind, type_: str) -> str:
         """Name of the call of a block that is about to be recorded."""

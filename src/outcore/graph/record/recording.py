@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from outcore.graph.record.numeric_settings import changed_settings, under_settings, with_changes
 from outcore.graph.structure import leaves, substitute
 
 if TYPE_CHECKING:
@@ -51,13 +52,16 @@ class Context:
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    settings: tuple[tuple[int, Any], ...] = ()
+    """Settings that the forward has changed for a while (`outcore.graph.record.numeric_settings`)."""
 
     @classmethod
-    def current(cls, devices: Iterable[str]) -> Context:
-        """The modes in force here and now."""
+    def current(cls, devices: Iterable[str], settings: tuple[Any, ...] | None = None) -> Context:
+        """The modes in force here and now; `settings` are those around the forward."""
         return cls(
             torch.is_grad_enabled(),
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+            () if settings is None else changed_settings(settings),
         )
 
     @contextlib.contextmanager
@@ -67,6 +71,8 @@ class Context:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            if self.settings:
+                stack.enter_context(under_settings(with_changes(self.settings)))
             yield
 
 

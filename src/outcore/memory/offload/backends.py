@@ -183,7 +183,11 @@ class DiskBackend:
         self.device = torch.device("cpu")
         self.workers = WorkerThreads(2, "outcore-disk")
         self.scratch = ScratchFile(capacity_bytes)
-        self.arena = self.scratch.arena
+
+    @property
+    def arena(self) -> Arena:
+        """What of the file is free."""
+        return self.scratch.arena
 
     def evict(self, flat: torch.Tensor) -> DiskBuffer:
         """Start to write bytes."""
@@ -207,6 +211,7 @@ class DiskBuffer:
         self.writing: WorkerTask[None] | None = None  # all there from the start, since Ctrl-C may come at any line
         self.reading: WorkerTask[torch.Tensor] | None = None
         self.slot: ArenaBlock | None = tier.scratch.take(self.size)
+        self.arena = tier.scratch.arena  # in a process that is forked later the file and its arena are others
         self.writing = tier.workers.submit(tier.scratch.write, flat, self.slot)
 
     def wait_out(self) -> None:
@@ -243,4 +248,4 @@ class DiskBuffer:
                     task.wait()
             slot, self.slot = self.slot, None
             assert slot is not None
-            self.tier.scratch.give(slot)
+            self.arena.give(slot)

@@ -1,7 +1,8 @@
 """A file for bytes that have no room in memory.
 
 It is unlinked as soon as it is open, so it is gone when the process is, however that ends. Its space is taken on the
-disk at once: what cannot be held is refused before training, not in the middle of a step.
+disk at once: what cannot be held is refused before training, not in the middle of a step. A process that was forked
+from one with such a file makes its own when it first writes: both would write to the same places of one file.
 """
 
 from __future__ import annotations
@@ -42,12 +43,19 @@ class ScratchFile:
     """Gives out blocks of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.file, path = allocated_file(capacity_bytes, "plan with a larger memory budget")
+        self.capacity_bytes = capacity_bytes
+        self._open()
+
+    def _open(self) -> None:
+        self.file, path = allocated_file(self.capacity_bytes, "plan with a larger memory budget")
         path.unlink()
-        self.arena = Arena(capacity_bytes)
+        self.arena, self.process = Arena(self.capacity_bytes), os.getpid()
 
     def take(self, size: int) -> ArenaBlock:
         """A block of the file; if there is more in flight than planned, the file grows."""
+        if self.process != os.getpid():
+            self.close()
+            self._open()
         slot = self.arena.take(size)
         if slot is None:
             self.arena.grow(size)

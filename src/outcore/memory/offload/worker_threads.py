@@ -8,17 +8,23 @@ one operation each: a `SimpleQueue`, and a lock that is taken at birth and relea
 All workers are daemons. Those that copy are waited for when the process ends, because a thread that is stopped in the
 middle of a copy would abort it. Those that wait for other ranks are not (`finish=False`): a rank that has failed must
 not be kept alive by a transfer that will never end.
+
+Threads do not follow a process that is forked. There others are started; a task that the parent has not finished is
+none of the child's, and says so instead of being waited for.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
+
+from outcore.errors import OutcoreError
 
 T = TypeVar("T")
 Job = TypeVar("Job")
@@ -34,6 +40,7 @@ class WorkerTask(Generic[T]):
         self.found: T | None = None
         self.error: BaseException | None = None
         self.over = False
+        self.process = os.getpid()
         self.running = threading.Lock()
         self.running.acquire()
 
@@ -48,7 +55,10 @@ class WorkerTask(Generic[T]):
         self.running.release()
 
     def wait(self, most_s: float = -1) -> None:
-        """Wait until the call is over, whether it returned or raised, or until `most_s` seconds have passed."""
+        """Wait until the call is over, whether it returned or raised, or until `most_s` seconds have passed; in a
+        process that was forked since it was submitted it never will be."""
+        if self.process != os.getpid():
+            return
         if not self.over and self.running.acquire(timeout=most_s):
             self.running.release()
 
@@ -59,6 +69,11 @@ class WorkerTask(Generic[T]):
             TimeoutError: it was not over after so long.
         """
         self.wait(most_s)
+        if self.process != os.getpid():
+            raise OutcoreError(
+                "this process was forked between a forward and its backward, and what was offloaded then is the "
+                "parent's; run forward and backward in one process"
+            )
         if not self.over:
             raise TimeoutError
         if self.error is not None:
@@ -79,12 +94,15 @@ class WorkerThreads:
         self.count, self.name = count, name
         self.queue: SimpleQueue[WorkerTask[Any] | None] = SimpleQueue()
         self.threads: list[threading.Thread] = []
+        self.process = os.getpid()
         if finish:
             _WORKING.add(self)
 
     def submit(self, function: Callable[..., T], *args: Any) -> WorkerTask[T]:
         """Have a call made, after those that were handed over before."""
         task = WorkerTask(lambda: function(*args))
+        if self.process != task.process:
+            self.queue, self.threads, self.process = SimpleQueue(), [], task.process
         while len(self.threads) < self.count:
             thread = threading.Thread(target=_work, args=(self.queue,), name=self.name, daemon=True)
             thread.start()

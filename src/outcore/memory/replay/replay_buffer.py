@@ -59,6 +59,11 @@ def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = N
     return empty.set_(memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
 
 
+def is_lazy_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers are not those in its memory: a conjugate or negative that torch has not computed."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
     """A recomputed tensor in the layout of before: without autograd, torch may lay it out otherwise (pools)."""
     if lay is None:

@@ -26,6 +26,7 @@ from outcore.memory.replay.replay_buffer import (
     Geometry,
     ReplayBuffer,
     SavedHandle,
+    is_lazy_view,
     over,
     unpack,
 )
@@ -116,7 +117,7 @@ class _Tape(Tape):
         keeper = self.owner.keeper
 
         def pack(tensor: torch.Tensor) -> Any:
-            if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
+            if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or is_lazy_view(tensor):
                 return tensor.detach()
             if keeper is not None and (handle := keeper.claim(tensor)) is not None:
                 self.pending.append(handle)  # it counts among what the call saves

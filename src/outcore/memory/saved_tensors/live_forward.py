@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from outcore.graph.naming import function_name
@@ -52,6 +53,8 @@ _COMPOSITES = {F.multi_head_attention_forward}
 _SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 """Layers that compute in another way where nothing is to be differentiated, unless somebody looks at functions."""
 _HARMLESS = {"requires_grad_", "retain_grad"}
+_EXPORTS = {"numpy", "array", "dlpack"}
+"""Methods that give the memory of a tensor to another library."""
 _modules: Any = nn.modules.module
 _autograd: Any = torch._C._autograd
 _push_hooks, _pop_hooks = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
@@ -66,13 +69,14 @@ _stack_depth, _pop_mode, _push_mode = (
 class _Function:
     """What is known of a function in one module's forward."""
 
-    __slots__ = ("asks_device", "busy", "composite", "name", "plans", "writes")
+    __slots__ = ("asks_device", "busy", "composite", "exports", "name", "plans", "writes")
 
     def __init__(self, func: Callable[..., Any], name: str, plans: Mapping[int, CallPlan]) -> None:
         self.name, self.plans, self.composite = name, plans, func in _COMPOSITES
         self.writes = (name.endswith("_") and name not in _HARMLESS) or name == "setitem"
         self.asks_device = func in DEVICE_QUERIES
-        self.busy = bool(plans) or self.writes or self.composite or self.asks_device
+        self.exports = name in _EXPORTS
+        self.busy = bool(plans) or self.writes or self.composite or self.asks_device or self.exports
 
 
 class LiveForward(TorchFunctionMode):
@@ -217,7 +221,9 @@ class LiveForward(TorchFunctionMode):
                 if (plan := known.plans.get(count)) is not None:
                     writes = known.writes or (bool(kwargs) and bool(kwargs.get("inplace")))
                     return self._managed(plan, known.name, func, None, args, kwargs, writes)
-        if known.writes and args:
+        if known.exports and args:
+            self.buffers.about_to_export(args[0])
+        elif known.writes and args:
             self.buffers.about_to_write(args[0])
         elif kwargs:
             if args and kwargs.get("inplace"):
@@ -305,11 +311,13 @@ class LiveForward(TorchFunctionMode):
             if lazy is not None:
                 buffers.after(plan, lazy)
                 return lazy
-        if written is not None:
-            own = buffers.at.get(written.untyped_storage().data_ptr())
+        if written is not None and (own := buffers.at.get(written.untyped_storage().data_ptr())) is not None:
+            own.keep_if_written_unseen()
         call = None
         if plan.records:
-            call = record(run, name, module, args, kwargs, buffers.at, own, self.keeper is not None, self._given)
+            call = record(
+                run, name, module, args, kwargs, buffers.at, own, self.keeper is not None, self._given, buffers.exported
+            )
             if call is not None and self._sharded and any(a.parameter for a in call.arguments):
                 call = None
         if written is not None:
@@ -391,6 +399,7 @@ def is_looked_at() -> bool:
         or torch.compiler.is_exporting()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or forward_ad._current_level >= 0
     )
 
 

@@ -5,6 +5,8 @@ random state. A tensor among the arguments is held in one of three ways: as a vi
 (which then may be away, and comes back when it is asked for), as the memory that the call is about to write, or as it
 is. Parameters are held by their memory, so that a parameter whose ``data`` is exchanged before backward does no harm;
 a module is held as a copy of its attributes, so that a flag, a probability or a hook that changes later does none.
+Settings of the process that decide which numbers torch computes are those of the call, too.
+
 What is written in place between forward and backward is noticed by its version and refused, as autograd does; small
 tensors that are neither parameters nor what the model was given are held as copies, because these are often what a
 model or a loop keeps up to date (running means, centres, counters), which is no matter to autograd.
@@ -16,6 +18,7 @@ of this step, because torch writes these without counting it. Random ones draw t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -24,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outcore.graph.record.numeric_settings import numeric_settings, under_settings
 from outcore.graph.structure import leaves
-from outcore.memory.replay.replay_buffer import Geometry, over, raw
+from outcore.memory.replay.replay_buffer import Geometry, is_lazy_view, over, raw
 from outcore.memory.replay.replay_recompute import (
     NormAgain,
     States,
@@ -110,7 +114,7 @@ def version_of(tensor: torch.Tensor) -> int:
 class RecordedCall:
     """One call, to be run again without autograd."""
 
-    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "nested", "states", "target")
+    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "nested", "settings", "states", "target")
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class RecordedCall:
         self.nested = nested or folds or bool(kwargs)
         """Whether tensors stand elsewhere than among the arguments, or are to require gradients."""
         self.autocast = _autocast_modes() if _any_autocast() else ()
+        self.settings = numeric_settings()
 
     def run(self, memory: torch.Tensor | None = None, traffic: ParamResidency | None = None) -> Any:
         """Run it again; returns what it returns, without autograd.
@@ -146,7 +151,9 @@ class RecordedCall:
             kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()}
         else:
             args, kwargs = [a.value(memory) if type(a) is Argument else a for a in self.args], {}
-        if not (self.states or self.autocast or _any_autocast()):  # what follows takes longer than a small operation
+        changed = self.settings != numeric_settings()
+        plain = not (changed or self.states or self.autocast or _any_autocast())
+        if plain:  # what follows takes longer than a small operation
             if torch.is_grad_enabled() is self.folds:
                 return self.target(*args, **kwargs)
             _set_grad_enabled(self.folds)
@@ -154,8 +161,10 @@ class RecordedCall:
                 return self.target(*args, **kwargs)
             finally:
                 _set_grad_enabled(not self.folds)
+        settings = under_settings(self.settings) if changed else contextlib.nullcontext()
         with torch.set_grad_enabled(self.folds), under_autocast(self._changed()), generators_at(self.states or {}):
-            return self.target(*args, **kwargs)
+            with settings:
+                return self.target(*args, **kwargs)
 
     def _changed(self) -> list[tuple[str, bool, torch.dtype]]:
         """The autocast modes of the call that are not in force."""
@@ -185,7 +194,7 @@ def _autocast_modes() -> tuple[tuple[str, bool, torch.dtype], ...]:
 class _Holder:
     """Holds the arguments of one call."""
 
-    __slots__ = ("at", "found", "given", "moves", "nested", "own")
+    __slots__ = ("at", "exported", "found", "given", "moves", "nested", "own")
 
     def __init__(
         self,
@@ -193,8 +202,9 @@ class _Holder:
         own: ReplayBuffer | None,
         moves: bool,
         given: Callable[[], Collection[int]],
+        exported: Collection[int],
     ) -> None:
-        self.at, self.own, self.moves, self.given = at, own, moves, given
+        self.at, self.own, self.moves, self.given, self.exported = at, own, moves, given, exported
         self.found: list[Argument] = []
         self.nested = False
 
@@ -220,7 +230,11 @@ class _Holder:
         """How a tensor argument is found again: by the buffer it lies in, or by itself; raises if it cannot be."""
         if tensor.layout is not torch.strided:
             raise NotRepeatable(str(tensor.layout))
+        if is_lazy_view(tensor):
+            raise NotRepeatable("a view that is conjugated or negated when it is read")
         address, geometry, own, held = tensor.untyped_storage().data_ptr(), None, False, None
+        if self.exported and address in self.exported:
+            raise NotRepeatable("memory that another library may write")
         trained = tensor.requires_grad
         if (cell := self.at.get(address)) is not None:
             geometry = _new(Geometry, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
@@ -239,7 +253,7 @@ class _Holder:
 
 def _may_be_state(tensor: torch.Tensor) -> bool:
     small = 0 < tensor.untyped_storage().nbytes() <= _SMALL
-    return small and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    return small and not tensor.is_inference()
 
 
 def _nothing() -> Collection[int]:
@@ -256,6 +270,7 @@ def record(
     own: ReplayBuffer | None = None,
     moves: bool = False,
     given: Callable[[], Collection[int]] = _nothing,
+    exported: Collection[int] = (),
 ) -> RecordedCall | None:
     """Hold a call before it happens, a layer with its attributes as they are now; none if it cannot be repeated.
 
@@ -269,13 +284,14 @@ def record(
         own: the buffer that the call is about to write into, if it is one.
         moves: whether parameters change their memory between calls.
         given: addresses of the storages that the model was called with.
+        exported: addresses of storages that another library may write, as NumPy does through ``tensor.numpy()``.
     """
     kind = again(name)
     if kind is None or name in _FROM_HOST or (kwargs and ("out" in kwargs or kwargs.get("max_norm") is not None)):
         return None
     states = generator_states(args, kwargs) if kind == "random" else None
     folds = name in FOLDING
-    holder = _Holder(at, own, moves, given)
+    holder = _Holder(at, own, moves, given, exported)
     if kind == "statistics" and module is None:
         if name not in _NORMS or run is not _NORMS[name][0]:
             return None
@@ -346,7 +362,7 @@ def cast_of(
     tensor = dict(leaves((args, kwargs), torch.Tensor)).get(path)
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter):
         return None
-    holder = _Holder(at, None, moves, _nothing)
+    holder = _Holder(at, None, moves, _nothing, ())
     try:
         holder.tensor(tensor, type(tensor) is nn.Parameter)
     except NotRepeatable:

@@ -56,6 +56,8 @@ class SavedBuffer(ReplayBuffer):
     """It is a copy in another type of what its only writer holds."""
     rescued = False
     """Its memory is not the one that was saved."""
+    written = 0
+    """The version of its memory after the last write that was recorded."""
 
     # Forward
 
@@ -67,11 +69,20 @@ class SavedBuffer(ReplayBuffer):
             self.keep()
             return
         self.writers.append(call)
+        if self.memory is not None:
+            self.written = version_of(self.memory)
         for argument in call.arguments:
             if (source := argument.cell) is not None:
                 if source.policy.codec == "sign":
                     source.policy = KEEP
                 source.uses += 1
+
+    def keep_if_written_unseen(self) -> None:
+        """Give up recomputing it if somebody has written it whose call was not seen: a custom operator, a compiled
+        function, another thread."""
+        if type(self.policy) is Recompute and not self.derived and self.memory is not None:
+            if version_of(self.memory) != self.written:
+                self.keep()
 
     def keep(self) -> None:
         """Give up recomputing the buffer: it is kept, and the calls that wrote it are forgotten."""
@@ -81,6 +92,7 @@ class SavedBuffer(ReplayBuffer):
     def leave(self, tier: Backend | None) -> None:
         """Carry out the policy, now that the last use in forward is over."""
         self.has_left = True
+        self.keep_if_written_unseen()
         if type(self.policy) is Recompute:
             if not self.writers:
                 self.policy = KEEP

@@ -22,7 +22,7 @@ from outcore.graph.structure import leaves
 from outcore.kernels.pool_window import PoolWindow
 from outcore.memory.offload.backends import Backend
 from outcore.memory.param_offload.buckets import BucketTensor
-from outcore.memory.replay.replay_buffer import BackwardProgress, Geometry, SavedHandle, over
+from outcore.memory.replay.replay_buffer import BackwardProgress, Geometry, SavedHandle, is_lazy_view, over
 from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, PolicyTable
 from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
@@ -56,6 +56,8 @@ class SavedBuffers(BackwardProgress):
         """Address of a storage -> cells that are made again from what is in it."""
         self._copying: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell whose copy out may be under way."""
+        self.exported: set[int] = set()
+        """Addresses of storages that another library may write from now on."""
         self.rescuing: list[SavedBuffer] | None = None
         """While a cell is brought back before its time: what else came back for it."""
 
@@ -72,6 +74,7 @@ class SavedBuffers(BackwardProgress):
         """Drop all references, so that from here on only autograd holds the cells."""
         for table in (self._cells, self.at, self._readers, self._copying):
             table.clear()
+        self.exported.clear()
         self.pending.clear()
 
     def after(self, plan: CallPlan, result: Any) -> None:
@@ -91,7 +94,7 @@ class SavedBuffers(BackwardProgress):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves a tensor."""
         kind = type(tensor)
-        if kind not in ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
+        if kind not in ORDINARY or tensor.layout is not torch.strided or is_lazy_view(tensor):
             return tensor.detach()
         if self.keeper is not None:
             if (borrowed := self.keeper.claim(tensor)) is not None:
@@ -292,6 +295,13 @@ class SavedBuffers(BackwardProgress):
                         reader.keep()
         if (copied := self._copying.pop(address, None)) is not None:
             copied.left()
+
+    def about_to_export(self, tensor: Any) -> None:
+        """Another library (NumPy) gets the memory of a tensor, and may write it whenever it likes: nothing that is in
+        it, and nothing made from that, is made again from here on."""
+        if type(tensor) in ORDINARY and tensor.layout is torch.strided:
+            self.about_to_write(tensor)
+            self.exported.add(tensor.untyped_storage().data_ptr())
 
 
 def unpack(packed: Any) -> torch.Tensor:

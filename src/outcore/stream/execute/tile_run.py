@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from outcore.graph.record.numeric_settings import under_settings, with_changes
 from outcore.graph.record.recording import Context, Ref
 from outcore.ops.region import Region
 from outcore.stream.call import RuleContext, widening_rule
@@ -111,6 +112,8 @@ def modes(context: Context | None) -> contextlib.AbstractContextManager[object]:
         stack.enter_context(torch.no_grad())
     for device, enabled, dtype in context.autocast:
         stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+    if context.settings:
+        stack.enter_context(under_settings(with_changes(context.settings)))
     return stack
 
 
