@@ -96,6 +96,7 @@ class StreamedCall(SegmentedCall):
 
     def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
         """Keras' own, in tiles."""
+        self.check_layers()
         if mask is not None or kwargs:
             return type(self.functional).call(self.functional, inputs, training=training, mask=mask, **kwargs)
         given = self.functional._standardize_inputs(inputs)
