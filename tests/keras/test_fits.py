@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 import outcore
-from outcore.errors import ModelError
+import outcore.keras
+from outcore.errors import ModelError, OutcoreError
 from outcore.keras.tensorflow.calls import list_calls, traced_functional
 from outcore.keras.tensorflow.planned import _specs
 from outcore.keras.tensorflow.traced import step_facts
+from outcore.one_device.keras_fit import inputs_of, prepared
 from tests.keras.drawn_fits import difference, segmented
 from tests.keras.odd_fits import GOALS, PROGRAMS, RANDOM_X, Counting, compare, dense
 from tests.keras.oracle import keras
@@ -103,6 +105,34 @@ def test_a_model_that_was_changed_after_planning_is_refused_and_not_trained_as_i
     with pytest.raises(ModelError, match=r"than when it was given to outcore; .* release"):
         model.train_on_batch(RANDOM_X[:4], GOALS[:4])
     assert "call" not in outcore.release(model).__dict__
+
+
+def test_what_is_no_model_of_keras_3_or_is_not_built_is_refused_in_a_sentence() -> None:
+    old = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})()
+    for model, said in (
+        (old, "a model of Keras 2, which cannot be carried over; build it with Keras 3"),
+        (object(), "takes a torch module or a Keras 3 model; builtins.object is none"),
+        (L.Dense(3, name="single"), r"single is a Dense; wrap it: keras.Sequential"),
+        (keras.Sequential([L.Dense(3)]), "is not built; call it once on a batch"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            outcore.within(model, [(4, 6)], memory=None, quiet=True)
+    with pytest.raises(ModelError, match="of Keras 2"):
+        outcore.keras.to_torch(old)
+    with pytest.raises(ModelError, match="is not built"), prepared(keras.Sequential([L.Dense(3)])):
+        pass
+
+
+@pytest.mark.parametrize("given", [[(4, 7)], [(4, 6, 3)], [(4, 6, 1, 1)], (np.zeros((4, 5)),), [{"a": (4, 7)}]])
+def test_inputs_of_other_shapes_than_declared_are_refused_on_torch_too(given: Any) -> None:
+    model = dense()
+    if isinstance(given[0], dict):
+        named = keras.Input((6,), name="a")
+        model = keras.Model({"a": named}, L.Dense(2)(named))
+    with pytest.raises(OutcoreError, match=r"takes an input of shape \(None, 6\); given was \(4, "):
+        inputs_of(model, given)
+    for fits in ([(4, 6)], [(4, 6, 1)], (np.zeros((9, 6)),)):
+        inputs_of(dense(), fits)
 
 
 def test_a_class_whose_call_takes_no_mode_is_run_by_its_plan_where_gradients_are_taken() -> None:

@@ -119,6 +119,24 @@ def test_an_eager_tape_keeps_nothing_of_tiles_and_of_recomputed_segments() -> No
     assert plain >= 6 and streamed <= 2 and segments <= 3, held
 
 
+class Classed(keras.Model):  # type: ignore[misc]
+    """Two convolutions, written as a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = L.Conv2D(4, 3, padding="same", activation="tanh"), L.Conv2D(2, 3, padding="same")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def test_a_class_runs_in_tiles() -> None:
+    model, x = Classed(), tf.constant(np.random.default_rng(0).standard_normal((1, 20, 24, 3)))
+    want = model(x)
+    outcore.keras.stream(model, tile=8)
+    assert error(want, model(x)) < 1e-10 and model.__dict__["call"].tiles_run == 9
+
+
 def test_what_depends_on_all_pixels_is_refused() -> None:
     given = keras.Input((None, None, 3))
     model = keras.Model(given, L.BatchNormalization()(given))

@@ -52,7 +52,9 @@ def fixed_mode(graph: Any, node: Any) -> bool | None:
 def graph_of_class(keras: Any, model: Any, path: str) -> Any:
     """A functional model over the layers of a built model that is a class of its own."""
     shapes = getattr(model, "_build_shapes_dict", None)
-    if not model.built or not shapes:
+    if model.built and not shapes:  # built by a call, as Keras does where it cannot trace one
+        _refuse(model, path, "its call does not run on symbolic tensors")
+    if not shapes:
         raise ModelError(f"{path} ({type(model).__name__}) is not built; call it once on a batch")
     if len(shapes) != 1:
         _refuse(model, path, f"its call takes {len(shapes)} inputs one by one", "take one list of inputs")

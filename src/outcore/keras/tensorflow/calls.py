@@ -184,14 +184,13 @@ class OrderedCall:
         """Keras' own, call by call; what it is told beside that goes to Keras."""
         self.check_layers()
         if self.traced:
-            training = training if training is not None else self._context_training()
+            training = training if training is not None else self.context_training()
             trains = self.recorded() if training is None else training
             if not trains or mask is not None or kwargs:  # a class, which was traced in training
                 told = kwargs | {k: v for k, v in (("training", training), ("mask", mask)) if v is not None}
                 own = {k: v for k, v in told.items() if k in self.model._call_signature.parameters}
                 return type(self.model).call(self.model, inputs, **own)
-            if not still_does(self.keras, self.model, self.functional):
-                self.refuse("does something else")
+            self.check_class()
         if kwargs:
             return type(self.functional).call(self.functional, inputs, training=training, mask=mask, **kwargs)
         given = self.functional._standardize_inputs(inputs)
@@ -216,12 +215,17 @@ class OrderedCall:
             if now is not None and now is not graph:
                 self.refuse("has other layers", model)
 
+    def check_class(self) -> None:
+        """Refuse to go on where the ``call`` of a class has come to do something else."""
+        if not still_does(self.keras, self.model, self.functional):
+            self.refuse("does something else")
+
     def refuse(self, what: str, model: Any = None) -> NoReturn:
         """Say that the model is no longer the one that was planned."""
         name = (model if model is not None else self.model).name
         raise ModelError(f"{name} {what} than when it was given to outcore; give it to outcore again, or release it")
 
-    def _context_training(self) -> Any:
+    def context_training(self) -> Any:
         """Whether the call that this one is part of trains."""
         context = self.model._get_call_context()
         return context.get_value("training") if hasattr(context, "get_value") else getattr(context, "training", None)
