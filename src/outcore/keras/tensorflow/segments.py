@@ -118,6 +118,8 @@ class SegmentedCall(OrderedCall):
             given = arguments[len(numbers) + len(masked) :]
             mapping = list(zip(variables, given, strict=True))
             with self.keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+                note = scope.add_update  # as of a variable, no gradient goes through what was assigned
+                scope.add_update = lambda update: note((update[0], tf.stop_gradient(update[1])))
                 for call in boundary.part:
                     run_call(call, inner, training)
                 new = [(v, scope.get_current_value(v)) for v in boundary.state]
