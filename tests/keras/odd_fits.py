@@ -418,6 +418,25 @@ def a_layer_that_counts_its_calls(manage: Any) -> Any:
     return fit(dense(Counting()), manage)
 
 
+class Running(L.Layer):
+    """Takes off a running mean that it has just brought up to date: no gradient goes through the mean."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * K.mean(x, axis=0))
+        return x - self.mean
+
+
+@program
+def a_layer_that_reads_what_it_has_assigned(manage: Any) -> Any:
+    given = keras.Input((6,))
+    x = Running()(L.Dense(5, activation="relu")(L.Dense(7, activation="tanh")(given)))
+    return fit(keras.Model(given, L.Dense(2)(Running()(L.Dense(5, activation="relu")(x)))), manage)
+
+
 @program
 def a_model_that_calls_other_models(manage: Any) -> Any:
     class Outer(keras.Model):

@@ -201,6 +201,36 @@ class Drawing(L.Layer):
         return x * keras.random.uniform((3,))
 
 
+class Sloped(L.Layer):
+    def call(self, x: Any, training: Any = None) -> Any:
+        return keras.ops.leaky_relu(x, 0.1 if training else 0.3)
+
+
+class Tallying(L.Layer):
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.seen.assign_add(1.0)
+        return x * 2
+
+
+class Swapping(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="mine")
+        self.first, self.second = L.Dense(2), L.Dense(2)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        a, b = self.first(x), self.second(x)
+        return [a, b] if training else [b, a]
+
+
+def swapping() -> Any:
+    model = Swapping()
+    model(np.zeros((2, 3)))
+    return model
+
+
 class Native(L.Layer):
     def call(self, x: Any) -> Any:
         return tf.sin(x)
@@ -209,6 +239,9 @@ class Native(L.Layer):
 REFUSED = {
     "branch": (lambda: [Branching(name="mine")], r"mine \(Branching\).*branches on training"),
     "draw": (lambda: [Drawing(name="mine")], r"mine \(Drawing\).*draws numbers"),
+    "slope": (lambda: [Sloped(name="mine")], r"mine \(Sloped\).*branches on training"),
+    "swap": (swapping, r"mine \(Swapping\).*branches on training"),
+    "tally": (lambda: [Tallying(name="mine")], r"mine \(Tallying\).*changes variables"),
     "native": (lambda: [Native(name="mine")], r"mine \(Native\).*symbolic tensors.*KERAS_BACKEND=torch"),
     "regularizer": (lambda: [L.Dense(2, kernel_regularizer="l2")], "regularizer.*weight_decay"),
     "constraint": (lambda: [L.Dense(2, kernel_constraint="non_neg")], "constraint"),

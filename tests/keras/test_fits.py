@@ -9,12 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import outcore
+import outcore.keras
+from outcore.errors import ModelError, OutcoreError
 from outcore.keras.tensorflow.calls import list_calls, traced_functional
 from outcore.keras.tensorflow.planned import _specs
 from outcore.keras.tensorflow.traced import step_facts
-from tests.keras.odd_fits import PROGRAMS, Counting, compare, dense
+from outcore.one_device.keras_fit import inputs_of, prepared
+from tests.keras.drawn_fits import difference, segmented
+from tests.keras.odd_fits import GOALS, PROGRAMS, RANDOM_X, Counting, compare, dense
 from tests.keras.oracle import keras
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +53,107 @@ def test_calls_that_change_or_read_what_is_not_their_own_are_not_run_again() -> 
     assert facts.changing.endswith("/odd")
 
 
-@pytest.mark.parametrize("name", ["a_layer_that_counts_its_calls"])
+class Chosen(keras.Model):  # type: ignore[misc]
+    """A class whose ``call`` depends on attributes that a user may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = L.Dense(5), L.Dense(5), L.Dense(2)
+        self.scale, self.slope, self.twice, self.axis, self.training_mode = 2.0, 0.1, True, 0, None
+        self.drop = L.Dropout(0.5)
+
+    def call(self, x: Any) -> Any:
+        x = K.leaky_relu(self.first(x) * self.scale, self.slope)
+        x = self.drop(x, training=self.training_mode) if self.training_mode is not None else self.drop(x)
+        x = self.second(x) if self.twice else x
+        return K.cumsum(self.last(x), axis=self.axis)
+
+
+def chosen() -> Any:
+    model = Chosen()
+    model(RANDOM_X[:4])
+    return model
+
+
+def stacked() -> Any:
+    return keras.Sequential([keras.Input((6,)), L.Dense(6), L.Dense(2)])
+
+
+def replaced(model: Any) -> None:
+    model.pop()
+    model.add(L.Dense(2))
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "another number": (chosen, lambda m: setattr(m, "scale", 3.0)),
+    "a setting of an operation": (chosen, lambda m: setattr(m, "slope", 0.3)),
+    "a layer left out": (chosen, lambda m: setattr(m, "twice", False)),
+    "another axis": (chosen, lambda m: setattr(m, "axis", 1)),
+    "a mode that is said": (chosen, lambda m: setattr(m, "training_mode", False)),
+    "a layer in the place of the last": (stacked, replaced),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_was_changed_after_planning_is_refused_and_not_trained_as_it_was(name: str) -> None:
+    make, change = CHANGES[name]
+    model = make()
+    model.compile("sgd", "mse", run_eagerly=True)
+    outcore.within(model, [(4, 6)], memory=None, quiet=True)
+    model.train_on_batch(RANDOM_X[:4], GOALS[:4])
+    change(model)
+    with pytest.raises(ModelError, match=r"than when it was given to outcore; .* release"):
+        model.train_on_batch(RANDOM_X[:4], GOALS[:4])
+    assert "call" not in outcore.release(model).__dict__
+
+
+def test_what_is_no_model_of_keras_3_or_is_not_built_is_refused_in_a_sentence() -> None:
+    old = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})()
+    for model, said in (
+        (old, "a model of Keras 2, which cannot be carried over; build it with Keras 3"),
+        (object(), "takes a torch module or a Keras 3 model; builtins.object is none"),
+        (L.Dense(3, name="single"), r"single is a Dense; wrap it: keras.Sequential"),
+        (keras.Sequential([L.Dense(3)]), "is not built; call it once on a batch"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            outcore.within(model, [(4, 6)], memory=None, quiet=True)
+    with pytest.raises(ModelError, match="of Keras 2"):
+        outcore.keras.to_torch(old)
+    with pytest.raises(ModelError, match="is not built"), prepared(keras.Sequential([L.Dense(3)])):
+        pass
+
+
+@pytest.mark.parametrize("given", [[(4, 7)], [(4, 6, 3)], [(4, 6, 1, 1)], (np.zeros((4, 5)),), [{"a": (4, 7)}]])
+def test_inputs_of_other_shapes_than_declared_are_refused_on_torch_too(given: Any) -> None:
+    model = dense()
+    if isinstance(given[0], dict):
+        named = keras.Input((6,), name="a")
+        model = keras.Model({"a": named}, L.Dense(2)(named))
+    with pytest.raises(OutcoreError, match=r"takes an input of shape \(None, 6\); given was \(4, "):
+        inputs_of(model, given)
+    for fits in ([(4, 6)], [(4, 6, 1)], (np.zeros((9, 6)),)):
+        inputs_of(dense(), fits)
+
+
+def test_a_class_whose_call_takes_no_mode_is_run_by_its_plan_where_gradients_are_taken() -> None:
+    """It was run as ever, over the budget that was promised."""
+    found = []
+    for managed in (False, True):
+        keras.utils.set_random_seed(0)
+        model = chosen()
+        model.compile("sgd", "mse", run_eagerly=True)
+        if managed:
+            segmented(model, RANDOM_X[:4], np.random.default_rng(0), 1)
+            call = model.__dict__["call"]
+            runs, run = [], call.run
+            call.run = lambda *args, runs=runs, run=run: (runs.append(args[1]), run(*args))[1]
+        loss = model.train_on_batch(RANDOM_X[:4], GOALS[:4])
+        found.append([loss, model.predict_on_batch(RANDOM_X[:4]), *model.get_weights()])
+    assert runs == [None] and any(segment.recompute for segment in call.segments)
+    assert difference(*([np.array(x) for x in one] for one in found)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["a_layer_that_counts_its_calls", "a_layer_that_reads_what_it_has_assigned"])
 def test_some_odd_programs_are_those_of_plain_keras(name: str) -> None:
     assert compare(name)["differs by"] < 1e-10
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import outcore.keras
 from tests.keras.oracle import TOLERANCE, compare, keras
 
 L = keras.layers
@@ -192,3 +195,29 @@ def test_pooling_of_volumes_in_float32(kind: str, padding: str) -> None:
     given = keras.Input((5, 4, 7, 2))
     x = L.Conv3D(3, 1)(given)
     compare(keras.Model(given, getattr(L, f"{kind}Pooling3D")(3, 2, padding)(x)), steps=1, within=1e-5)
+
+
+class _Convolutions(TorchDispatchMode):
+    """Which convolutions run, and of which a gradient is taken: kernel, stride, channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.convolution_backward.default:
+            self.seen.append((tuple(args[2].shape[2:]), tuple(args[4]), args[2].shape[1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(("padding", "side"), [("same", 8), ("valid", 7)])
+def test_strided_kernels_of_one_pixel_over_few_channels_have_no_gaps(rank: int, padding: str, side: int) -> None:
+    """With gaps and channels last, oneDNN's gradient in float32 writes past its memory: wrong numbers, or the end."""
+    given = keras.Input((*[side] * rank, 5))
+    layer = getattr(L, f"Conv{rank}D")(6, 1, strides=2, padding=padding)
+    compare(keras.Model(given, layer(given)), size=side)
+    twin = outcore.keras.to_torch(keras.Model(given, layer(given)), check=False)
+    with _Convolutions() as convolutions:
+        twin(torch.zeros(2, *[side] * rank, 5, dtype=torch.float64)).sum().backward()
+    assert convolutions.seen and all(set(stride) == {1} for _, stride, _ in convolutions.seen)

@@ -119,6 +119,24 @@ def test_an_eager_tape_keeps_nothing_of_tiles_and_of_recomputed_segments() -> No
     assert plain >= 6 and streamed <= 2 and segments <= 3, held
 
 
+class Classed(keras.Model):  # type: ignore[misc]
+    """Two convolutions, written as a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = L.Conv2D(4, 3, padding="same", activation="tanh"), L.Conv2D(2, 3, padding="same")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def test_a_class_runs_in_tiles() -> None:
+    model, x = Classed(), tf.constant(np.random.default_rng(0).standard_normal((1, 20, 24, 3)))
+    want = model(x)
+    outcore.keras.stream(model, tile=8)
+    assert error(want, model(x)) < 1e-10 and model.__dict__["call"].tiles_run == 9
+
+
 def test_what_depends_on_all_pixels_is_refused() -> None:
     given = keras.Input((None, None, 3))
     model = keras.Model(given, L.BatchNormalization()(given))
@@ -134,24 +152,42 @@ def window(size: int, start: int, stop: int) -> Any:
     return weight
 
 
+def in_float64(model: Any, build: Any) -> Any:
+    """The same model in float64, with the weights of one in float32."""
+    kind = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    made = frozen(build())
+    made.set_weights([w.astype("float64") for w in model.get_weights()])
+    keras.config.set_floatx(kind)
+    keras.config.set_dtype_policy(kind)
+    return made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-@pytest.mark.parametrize("build", [unet, residual])
-def test_an_image_of_8192_pixels_in_tiles(build: Any, backend: str) -> None:
-    """Against plain Keras on a crop: the gradient of a loss on a window depends on its surroundings alone."""
-    if build is unet:  # the ResNet in float64: in float32 oneDNN ends the process in backward, in plain Keras as well
-        keras.config.set_floatx("float32")
+@pytest.mark.parametrize("name", ["unet", "residual"])
+def test_an_image_of_8192_pixels_in_tiles(name: str, backend: str) -> None:
+    """Against plain Keras in float64 on a crop: the gradient of a loss on a window depends on its surroundings alone.
+
+    The U-Net is in float32. On torch its tiles are within 2e-6 of float64. TensorFlow, without tiles too, rounds the
+    gradient of the last bias, a sum over all pixels, by up to 1e-4: there tiles may be as far off as plain Keras is.
+    """
     width = 4 if backend == "tensorflow" else 2  # of the U-Net: a core takes minutes
-    model = frozen(unet(width=width) if build is unet else residual(top=False))
+    build = (lambda: unet(width=width)) if name == "unet" else (lambda: residual(top=False))
+    if name == "unet":  # the ResNet in float64: in float32 oneDNN ends the process in backward, in plain Keras as well
+        keras.config.set_floatx("float32")
+    model = frozen(build())
     kind = np.dtype(keras.config.floatx())
-    channels, factor = (2, 1) if build is unet else (3, 8)
+    channels, factor = (2, 1) if name == "unet" else (3, 8)
     size, side, margin = 8192, 256, 256
     first, last = (size - side) // 2, (size + side) // 2
     x = np.random.default_rng(0).standard_normal((1, size, size, channels), dtype=kind.type)
-    crop = tf.constant(x[:, first - margin : last + margin, first - margin : last + margin])
+    crop = x[:, first - margin : last + margin, first - margin : last + margin]
     kept = slice(margin // factor, (margin + side) // factor)
     small = window((side + 2 * margin) // factor, kept.start, kept.stop)
-    want, gradients = step(model, crop, tf.constant(small))
+    want, gradients = step(in_float64(model, build), tf.constant(crop, "float64"), tf.constant(small, "float64"))
+    roughly = step(model, tf.constant(crop), tf.constant(small))[1] if kind == np.float32 else gradients
     inside, tile = slice(first // factor, last // factor), 1024
     if backend == "tensorflow":
         outcore.keras.stream(model, tile=tile // factor)  # of the output; below, of the input
@@ -171,6 +207,10 @@ def test_an_image_of_8192_pixels_in_tiles(build: Any, backend: str) -> None:
                 entry.into_keras(state[entry.name].grad, arrays[id(model.weights[entry.index])])
         found = [arrays[id(v)] for v in model.trainable_variables]
     assert tuple(out.shape[1:3]) == (size // factor, size // factor)
-    assert error(want[:, kept, kept], out[:, inside, inside]) < (1e-5 if kind == np.float32 else 1e-10)
-    for a, b in zip(gradients[1:], found, strict=True):
-        assert error(a, b) < (1e-4 if kind == np.float32 else 1e-10)
+    exact = kind == np.float64
+    off = error(want[:, kept, kept], out[:, inside, inside])
+    have = max(error(a, b) for a, b in zip(gradients[1:], found, strict=True))
+    rounding = max(error(a, b) for a, b in zip(gradients[1:], roughly[1:], strict=True))
+    print(f"tiles: output {off:.1e}, gradients {have:.1e}; plain Keras: gradients {rounding:.1e}")
+    assert off < (1e-10 if exact else 1e-5)
+    assert have < (1e-10 if exact else max(1e-5, 2 * rounding if backend == "tensorflow" else 0))

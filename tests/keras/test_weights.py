@@ -44,3 +44,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         outcore.keras.load_weights(keras.Sequential([keras.Input((3,)), L.Dense(2, name="other")]), file)
     with pytest.raises(ModelError, match="neither"):
         outcore.keras.save_weights(outcore.keras.to_torch(build()), tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("shape", [(5,), (6, 4), (4, 4, 3), (4, 4, 4, 2)])
+def test_weights_without_versions_as_files_have_them_load_into_a_twin(shape: tuple[int, ...]) -> None:
+    """torch adds a count of batches to those of batch normalization, which twins do not have."""
+    given = keras.Input(shape)
+    model = keras.Model(given, L.BatchNormalization()(given))
+    twin, other = (outcore.keras.to_torch(scrambled(model, seed), check=False) for seed in (0, 1))
+    weights = {name: value.clone() for name, value in twin.state_dict().items()}
+    other.load_state_dict(weights)
+    assert all(bool((value == weights[name]).all()) for name, value in other.state_dict().items())

@@ -24,7 +24,7 @@ from outcore.errors import ModelError
 from outcore.keras import layers as _layers  # noqa: F401  (enters the converters)
 from outcore.keras.carried import Weight
 from outcore.keras.check import check_twin
-from outcore.keras.installed import is_keras, require_keras
+from outcore.keras.installed import is_keras, refuse_keras_2, require_keras
 from outcore.keras.part import CONVERTERS, Part, Site
 from outcore.keras.symbolic import fixed_mode, graph_of_call, graph_of_class
 from outcore.keras.twin import Constant, Fixed, Slot, Step, Twin, leaves, substitute
@@ -54,6 +54,7 @@ def to_torch(
         ModelError: a layer cannot be carried over; it is named with its path and what to do.
     """
     keras = require_keras()
+    refuse_keras_2(model)
     if not is_keras(model):
         raise ModelError(f"to_torch takes a Keras 3 model; {type(model).__module__}.{type(model).__name__} is none")
     if not isinstance(model, keras.Model):

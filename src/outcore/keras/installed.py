@@ -23,7 +23,7 @@ import torch
 from outcore.errors import ModelError
 from outcore.load_order import settle_triton
 
-__all__ = ["as_module", "is_keras", "is_keras_2", "on_tensorflow", "repeatable", "require_keras"]
+__all__ = ["as_module", "is_keras", "is_keras_2", "on_tensorflow", "refuse_keras_2", "repeatable", "require_keras"]
 
 
 settle_triton(source="")
@@ -66,16 +66,21 @@ def is_keras_2(thing: Any) -> bool:
     )
 
 
-def as_module(model: Any) -> Any:
-    """A Keras model as its twin; everything else as it is.
-
-    On the torch backend a built model that cannot be carried over is taken as the torch module that it is.
-    """
+def refuse_keras_2(model: Any) -> None:
+    """Say what to do with a model of Keras 2."""
     if is_keras_2(model):
         raise ModelError(
             f"{type(model).__name__} is a model of Keras 2, which cannot be carried over; build it with Keras 3 "
             "(import keras, version 3) and load the weights with model.load_weights"
         )
+
+
+def as_module(model: Any) -> Any:
+    """A Keras model as its twin; everything else as it is.
+
+    On the torch backend a built model that cannot be carried over is taken as the torch module that it is.
+    """
+    refuse_keras_2(model)
     if not is_keras(model):
         return model
     from outcore.keras.convert import to_torch

@@ -24,7 +24,7 @@ import numpy as np
 from outcore.errors import ModelError
 from outcore.keras.twin import leaves, substitute
 
-__all__ = ["fixed_mode", "graph_of_call", "graph_of_class", "inputs_of"]
+__all__ = ["fixed_mode", "graph_of_call", "graph_of_class", "inputs_of", "still_does"]
 
 _TRACED, _CONTEXT = "_traced_from_a_class", "current_call_ctx"
 _ADVICE = (
@@ -52,7 +52,9 @@ def fixed_mode(graph: Any, node: Any) -> bool | None:
 def graph_of_class(keras: Any, model: Any, path: str) -> Any:
     """A functional model over the layers of a built model that is a class of its own."""
     shapes = getattr(model, "_build_shapes_dict", None)
-    if not model.built or not shapes:
+    if model.built and not shapes:  # built by a call, as Keras does where it cannot trace one
+        _refuse(model, path, "its call does not run on symbolic tensors")
+    if not shapes:
         raise ModelError(f"{path} ({type(model).__name__}) is not built; call it once on a batch")
     if len(shapes) != 1:
         _refuse(model, path, f"its call takes {len(shapes)} inputs one by one", "take one list of inputs")
@@ -62,20 +64,12 @@ def graph_of_class(keras: Any, model: Any, path: str) -> Any:
 def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str) -> Any:
     """A functional model of what a layer's ``call`` does with inputs like the given symbolic ones."""
 
-    def fresh(tensor: Any) -> Any:
-        return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=tensor.dtype)
-
     if any(not isinstance(x, keras.KerasTensor) for x in leaves(args)):
         _refuse(layer, path, "it is called with something that is no tensor")
     made = []
     for mode in (True, False):
-        symbolic = substitute(args, fresh)
-        how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
         try:
-            with _calling(layer, mode):
-                outputs = type(layer).call(layer, *symbolic, **how)
-            inputs = symbolic[0] if len(symbolic) == 1 else list(leaves(symbolic))
-            made.append(keras.src.models.functional.Functional(inputs, outputs, name=layer.name))
+            made.append(_run(keras, layer, args, mode))
         except Exception as error:  # whatever the user's code does with a symbolic tensor
             _refuse(layer, path, f"its call does not run on symbolic tensors ({str(error).strip().splitlines()[0]})")
     if list(_facts(keras, made[0])) != list(_facts(keras, made[1])):
@@ -87,6 +81,39 @@ def graph_of_call(keras: Any, layer: Any, args: tuple[Any, ...], path: str) -> A
             del one.arguments.kwargs["training"]
     made[0].__dict__[_TRACED] = True
     return made[0]
+
+
+def still_does(keras: Any, model: Any, graph: Any) -> bool:
+    """Whether the ``call`` of a class, run once more in training, is what its graph says."""
+    try:
+        now = _run(keras, model, (graph._inputs_struct,), True)
+    except Exception:  # whatever the user's code does by now
+        return False
+    if list(_facts(keras, now)) != list(_facts(keras, graph)):
+        return False
+    modes = ((a.arguments.kwargs, b.arguments.kwargs) for a, b in zip(_nodes(graph), _nodes(now), strict=True))
+    return all(
+        new.get("training") is old["training"] if "training" in old else new.get("training") in (True, None)
+        for old, new in modes
+    )
+
+
+def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
+    """A functional model of what a ``call`` does in training or not, with inputs like the given symbolic ones."""
+
+    def fresh(tensor: Any) -> Any:
+        return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=tensor.dtype)
+
+    symbolic = substitute(args, fresh)
+    how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
+    with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode):
+        outputs = type(layer).call(layer, *symbolic, **how)
+    if scope.losses:
+        raise ValueError("it adds a loss of its own; let a layer add it")
+    if scope.state_mapping:
+        raise ValueError("it changes variables or draws numbers; let a layer do it")
+    inputs = symbolic[0] if len(symbolic) == 1 else list(leaves(symbolic))
+    return keras.src.models.functional.Functional(inputs, outputs, name=layer.name)
 
 
 @contextmanager
@@ -125,7 +152,7 @@ def _facts(keras: Any, graph: Any) -> Iterator[Any]:
         number[id(tensor)] = len(number)
     for node in _nodes(graph):
         own = isinstance(node.operation, keras.layers.Layer)
-        yield id(node.operation) if own else type(node.operation).__name__
+        yield id(node.operation) if own else (type(node.operation).__name__, *_settings(keras, node.operation))
         for item in leaves((node.arguments.args, {k: v for k, v in node.arguments.kwargs.items() if k != "training"})):
             if isinstance(item, keras.KerasTensor):
                 yield number.setdefault(id(item), len(number))
@@ -135,6 +162,20 @@ def _facts(keras: Any, graph: Any) -> Iterator[Any]:
                 yield id(item) if isinstance(item, keras.Variable) else repr(item)
         for tensor in node.outputs:
             number[id(tensor)] = number.get(id(tensor), len(number))
+    yield repr(substitute(graph._outputs_struct, lambda tensor: number.get(id(tensor))))
+
+
+def _settings(keras: Any, operation: Any) -> Iterator[Any]:
+    """What an operation was made with, as a slope or an axis: it is no argument of its call."""
+    for name, value in sorted(vars(operation).items()):
+        if name.startswith("_") or name == "name":
+            continue
+        if hasattr(value, "shape") and not isinstance(value, keras.Variable):
+            yield name, np.asarray(keras.ops.convert_to_numpy(value)).tobytes()
+        elif callable(value):  # a function that is made anew in every call
+            yield name, getattr(value, "__code__", type(value).__name__)
+        else:
+            yield name, id(value) if isinstance(value, keras.Variable) else repr(value)
 
 
 def _refuse(layer: Any, path: str, why: str, do: str = _ADVICE) -> Any:

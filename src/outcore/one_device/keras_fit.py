@@ -15,6 +15,7 @@ import torch
 
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.errors import ModelError, OutcoreError
 from outcore.keras.fit_loss import FitLoss
 from outcore.keras.installed import is_keras, require_keras
 from outcore.keras.tensorflow.calls import functional_of
@@ -29,6 +30,8 @@ def prepared(model: Any) -> Iterator[None]:
     if not is_keras(model):
         yield
         return
+    if not model.built:  # recording a call would build it without memory
+        raise ModelError(f"{model.name} ({type(model).__name__}) is not built; call it once on a batch")
     name_parameters(model)
     hold_less(model)
     try:
@@ -46,6 +49,8 @@ def inputs_of(model: Any, args: Any) -> Any:
     functional = functional_of(require_keras(), model) if is_keras(model) else None
     declared = getattr(functional, "_inputs_struct", None)
     if not isinstance(declared, (list, tuple, dict)):
+        if declared is not None and isinstance(args, (list, tuple)) and len(args) == 1:
+            _check_shape(model, args[0], declared)
         return args
     tree = require_keras().tree
     alone = isinstance(args, (list, tuple)) and len(args) == 1
@@ -59,8 +64,23 @@ def inputs_of(model: Any, args: Any) -> Any:
     wanted = tree.flatten(declared)
     if len(flat) != len(wanted):
         return args
+    for one, tensor in zip(flat, wanted, strict=True):
+        _check_shape(model, one, tensor)
     made = [_stand_in(one, tensor) if _is_shape(one) else one for one, tensor in zip(flat, wanted, strict=True)]
     return (tree.pack_sequence_as(declared, made),)
+
+
+def _check_shape(model: Any, given: Any, declared: Any) -> None:
+    """Refuse an input that the model is not declared for; Keras adds or takes off a last side of one."""
+    shape = tuple(given) if _is_shape(given) else tuple(getattr(given, "shape", ()))
+    wanted = tuple(declared.shape)
+    if not shape:
+        return
+    longer, shorter = sorted((shape, wanted), key=len, reverse=True)
+    if len(longer) == len(shorter) + 1 and longer[-1] == 1:
+        shape, wanted = shape[: len(shorter)], wanted[: len(shorter)]
+    if len(shape) != len(wanted) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True)):
+        raise OutcoreError(f"{model.name} takes an input of shape {tuple(declared.shape)}; given was {shape}")
 
 
 def _is_shape(value: Any) -> bool:

@@ -24,8 +24,8 @@ from torch import nn
 from outcore.compiled.auto import faster_of
 from outcore.compiled.install import is_compiled
 from outcore.cost.costs import Costs
-from outcore.errors import OutcoreError, PlanError
-from outcore.keras.installed import on_tensorflow
+from outcore.errors import ModelError, OutcoreError, PlanError
+from outcore.keras.installed import on_tensorflow, refuse_keras_2
 from outcore.keras.tensorflow import planned as tensorflow_plan
 from outcore.keras.torch_backend import hold_as_keras
 from outcore.machine.units import parse_bytes
@@ -124,6 +124,7 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
+    _refuse_foreign(model)
     if _on_tensorflow(model):
         return tensorflow_plan.within_options(dict(locals()))  # type: ignore[no-any-return]
     if compile == "auto":
@@ -200,6 +201,16 @@ def _managed(asked: Request, network: Network, costs: Costs | None, *, fixed: bo
 def _on_tensorflow(model: Any) -> bool:
     """Whether it is a Keras model on TensorFlow; before Keras is imported there is none."""
     return "keras" in sys.modules and on_tensorflow(model)
+
+
+def _refuse_foreign(model: Any) -> None:
+    """Refuse what is neither a torch module nor a model of Keras 3."""
+    refuse_keras_2(model)
+    if not isinstance(model, nn.Module) and not _on_tensorflow(model):
+        kind = type(model)
+        raise ModelError(
+            f"outcore.within takes a torch module or a Keras 3 model; {kind.__module__}.{kind.__name__} is none"
+        )
 
 
 def _check(model: nn.Module, exact: str) -> None:

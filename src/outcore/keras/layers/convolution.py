@@ -80,7 +80,32 @@ class CausalConv1d(nn.Conv1d):
         return super().forward(F.pad(x, ((self.kernel_size[0] - 1) * self.dilation[0], 0)))
 
 
+class _Pointwise:
+    """A convolution of single pixels with gaps between them, as a choice of pixels and a convolution without gaps."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        rank = x.ndim - 2
+        pool, function = ((F.avg_pool1d, F.conv1d), (F.avg_pool2d, F.conv2d), (F.avg_pool3d, F.conv3d))[rank - 1]
+        x = pool(x, (1,) * rank, self.stride)
+        return function(x, self.weight, self.bias, groups=self.groups)
+
+
+class PointwiseConv1d(_Pointwise, nn.Conv1d):
+    """`nn.Conv1d` with a kernel of one step, and gaps."""
+
+
+class PointwiseConv2d(_Pointwise, nn.Conv2d):
+    """`nn.Conv2d` with a kernel of one pixel, and gaps."""
+
+
+class PointwiseConv3d(_Pointwise, nn.Conv3d):
+    """`nn.Conv3d` with a kernel of one voxel, and gaps."""
+
+
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_POINTWISE = (PointwiseConv1d, PointwiseConv2d, PointwiseConv3d)
+_FEW_CHANNELS = 16
+"""With fewer and channels last, oneDNN's gradient of a strided kernel of one pixel writes past its memory on a CPU."""
 _SAME = (SameConv1d, SameConv2d, SameConv3d)
 
 
@@ -91,7 +116,10 @@ def convolution(
     dilation, stride, window = tuple(layer.dilation_rate), tuple(layer.strides), tuple(window)
     make: type[nn.Module]
     padding: tuple[int, ...] | int = 0
-    if layer.padding == "valid":
+    single = all(w == 1 for w in window) and any(s > 1 for s in stride) and layer.padding in ("valid", "same")
+    if single and channels // groups < _FEW_CHANNELS:
+        make = _POINTWISE[rank - 1]
+    elif layer.padding == "valid":
         make = _PLAIN[rank - 1]
     elif layer.padding == "causal":
         make = CausalConv1d

@@ -42,6 +42,10 @@ class _Statistics:
         variance.lerp_(of_batch[1] * ((count - 1) / count), self.momentum)
         return y
 
+    def _load_from_state_dict(self: Any, state: Any, prefix: str, notes: Any, *more: Any) -> None:
+        """torch takes weights without a version for those of old modules, and adds a count of batches to them."""
+        super()._load_from_state_dict(state, prefix, {**notes, "version": 2}, *more)  # type: ignore[misc]
+
 
 class BatchNorm1d(_Statistics, nn.BatchNorm1d):
     """`nn.BatchNorm1d` with Keras' running variance."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from outcore.errors import ModelError
-from outcore.keras.symbolic import fixed_mode, graph_of_class
+from outcore.keras.symbolic import fixed_mode, graph_of_class, still_does
 from outcore.keras.twin import Slot, leaves, substitute
 
 __all__ = ["Call", "Calls", "OrderedCall", "functional_of", "list_calls", "run_call", "traced_functional"]
@@ -53,6 +53,8 @@ class Calls:
     inputs: tuple[int, ...]
     result: Any
     """The structure of the outputs, with numbered values in it."""
+    graphs: tuple[tuple[Any, Any], ...] = ()
+    """Models whose calls these are, each with its graph; a sequential one has another after its layers are changed."""
 
     @property
     def outputs(self) -> set[int]:
@@ -96,12 +98,14 @@ def list_calls(keras: Any, model: Any, functional: Any = None) -> Calls:
     listing = _Listing(keras)
     slots = [listing.new() for _ in functional.inputs]
     result = listing.walk(functional, slots, model.name, None, False)
-    return Calls(tuple(listing.calls), tuple(slots), substitute(result, Slot))
+    graphs = ((model, functional), *listing.nested)
+    return Calls(tuple(listing.calls), tuple(slots), substitute(result, Slot), graphs)
 
 
 class _Listing:
     def __init__(self, keras: Any) -> None:
         self.keras, self.calls, self.count = keras, list[Call](), 0
+        self.nested: list[tuple[Any, Any]] = []
 
     def new(self) -> int:
         self.count += 1
@@ -122,6 +126,7 @@ class _Listing:
         operation, path = node.operation, f"{path}/{node.operation.name}"
         inner = self._inlined(node)
         if inner is not None:
+            self.nested.append((operation, inner))
             given = [numbers[id(tensor)] for tensor in leaves(node.arguments.args[0])]
             made = self.walk(inner, given, path, training, fixed)
             for tensor, number in zip(node.outputs, leaves(made), strict=True):
@@ -177,12 +182,15 @@ class OrderedCall:
 
     def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
         """Keras' own, call by call; what it is told beside that goes to Keras."""
+        self.check_layers()
         if self.traced:
-            training = training if training is not None else self._context_training()
-            if not training or mask is not None or kwargs:  # a class, which was traced in training
+            training = training if training is not None else self.context_training()
+            trains = self.recorded() if training is None else training
+            if not trains or mask is not None or kwargs:  # a class, which was traced in training
                 told = kwargs | {k: v for k, v in (("training", training), ("mask", mask)) if v is not None}
                 own = {k: v for k, v in told.items() if k in self.model._call_signature.parameters}
                 return type(self.model).call(self.model, inputs, **own)
+            self.check_class()
         if kwargs:
             return type(self.functional).call(self.functional, inputs, training=training, mask=mask, **kwargs)
         given = self.functional._standardize_inputs(inputs)
@@ -196,7 +204,28 @@ class OrderedCall:
         made = substitute(self.calls.result, lambda x: values[x.number] if isinstance(x, Slot) else x)
         return made[0] if isinstance(made, (list, tuple)) and len(made) == 1 else made
 
-    def _context_training(self) -> Any:
+    def recorded(self) -> bool:
+        """Whether gradients may be asked for of a call that is told no mode: a class may take none."""
+        return False
+
+    def check_layers(self) -> None:
+        """Refuse to go on where a sequential model, or one inside, has been given other layers."""
+        for model, graph in self.calls.graphs:
+            now = functional_of(self.keras, model)
+            if now is not None and now is not graph:
+                self.refuse("has other layers", model)
+
+    def check_class(self) -> None:
+        """Refuse to go on where the ``call`` of a class has come to do something else."""
+        if not still_does(self.keras, self.model, self.functional):
+            self.refuse("does something else")
+
+    def refuse(self, what: str, model: Any = None) -> NoReturn:
+        """Say that the model is no longer the one that was planned."""
+        name = (model if model is not None else self.model).name
+        raise ModelError(f"{name} {what} than when it was given to outcore; give it to outcore again, or release it")
+
+    def context_training(self) -> Any:
         """Whether the call that this one is part of trains."""
         context = self.model._get_call_context()
         return context.get_value("training") if hasattr(context, "get_value") else getattr(context, "training", None)

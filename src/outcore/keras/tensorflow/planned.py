@@ -89,7 +89,12 @@ def within(
     """
     keras = require_keras()
     if keras.backend.backend() != "tensorflow":
-        raise ModelError(f"keras runs on {keras.backend.backend()}; on torch, call outcore.within")
+        raise ModelError(
+            f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow, or torch and call outcore.within, "
+            "or carry the model over: outcore.keras.to_torch(model)"
+        )
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"{model.name} is a {type(model).__name__}; wrap it: keras.Sequential([keras.Input(...), it])")
     release(model)
     functional = traced_functional(keras, model)
     calls = list_calls(keras, model, functional)

@@ -73,16 +73,21 @@ class SegmentedCall(OrderedCall):
 
     def run(self, values: dict[int, Any], training: Any) -> None:
         """All segments over numbered values."""
+        trains = self.recorded() if training is None else training
         for segment in self.segments:
             boundary = self.boundary(segment)
             dense = all(isinstance(values[n], self.tf.Tensor) for n in boundary.inputs)
             ordered = segment.ordered and not self.tf.executing_eagerly()  # eagerly, all is in order
-            if (segment.recompute or ordered) and training and dense:
+            if (segment.recompute or ordered) and trains and dense:
                 self.run_pure(boundary, values, training, segment.recompute)
                 for number in [n for n in values if self.last.get(n, -1) < segment.stop]:
                     del values[number]
             else:
                 self.run_range(segment.start, segment.stop, values, training)
+
+    def recorded(self) -> bool:
+        """Whether a tape is open."""
+        return bool(self._record.could_possibly_record())
 
     def boundary(self, segment: Segment) -> _Boundary:
         """The boundary of a segment under the variables that are trainable now."""
@@ -113,6 +118,8 @@ class SegmentedCall(OrderedCall):
             given = arguments[len(numbers) + len(masked) :]
             mapping = list(zip(variables, given, strict=True))
             with self.keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+                note = scope.add_update  # as of a variable, no gradient goes through what was assigned
+                scope.add_update = lambda update: note((update[0], tf.stop_gradient(update[1])))
                 for call in boundary.part:
                     run_call(call, inner, training)
                 new = [(v, scope.get_current_value(v)) for v in boundary.state]

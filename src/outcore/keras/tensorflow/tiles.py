@@ -23,7 +23,7 @@ from typing import Any
 
 from outcore.errors import ModelError, OutcoreError
 from outcore.keras.installed import require_keras
-from outcore.keras.tensorflow.calls import Call, Calls, functional_of, list_calls, run_call
+from outcore.keras.tensorflow.calls import Call, Calls, list_calls, run_call, traced_functional
 from outcore.keras.tensorflow.segments import SegmentedCall
 from outcore.keras.tensorflow.tile_rules import Rule, Step, rule_of
 from outcore.keras.twin import Slot, substitute
@@ -46,11 +46,12 @@ def stream(model: Any, *, tile: int | Sequence[int]) -> Any:
         ModelError: the first layer cannot be run in tiles.
     """
     keras = require_keras()
-    calls = list_calls(keras, model)
+    functional = traced_functional(keras, model)
+    calls = list_calls(keras, model, functional)
     sides = (tile,) if isinstance(tile, int) else tuple(tile)
     if any(not isinstance(n, int) or n < 1 for n in sides):
         raise OutcoreError(f"tile={tile!r} is no number of pixels")
-    model.__dict__["call"] = StreamedCall(keras, functional_of(keras, model), calls, sides)
+    model.__dict__["call"] = StreamedCall(keras, functional, calls, sides, model)
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
     make = type(model).make_train_function
@@ -86,8 +87,8 @@ class _Tile:
 class StreamedCall(SegmentedCall):
     """The ``call`` of a Keras model that runs in tiles."""
 
-    def __init__(self, keras: Any, functional: Any, calls: Calls, tile: tuple[int, ...]) -> None:
-        super().__init__(keras, functional, calls, ())
+    def __init__(self, keras: Any, functional: Any, calls: Calls, tile: tuple[int, ...], model: Any = None) -> None:
+        super().__init__(keras, functional, calls, (), model)
         self.tile = tile
         self.tiles_run = 0
         """Tiles that forward has run, over all calls."""
@@ -96,6 +97,10 @@ class StreamedCall(SegmentedCall):
 
     def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
         """Keras' own, in tiles."""
+        self.check_layers()
+        if self.traced:
+            training = training if training is not None else self.context_training()
+            self.check_class()
         if mask is not None or kwargs:
             return type(self.functional).call(self.functional, inputs, training=training, mask=mask, **kwargs)
         given = self.functional._standardize_inputs(inputs)
