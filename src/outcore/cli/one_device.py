@@ -58,7 +58,7 @@ def plan_on_one_device(
 ) -> None:
     """Plan a step within a budget and print it."""
     device = where.devices[0]
-    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    optimizer = OptimizerCost.of(job.update, device.kind)
     costs = estimate(graph, where)
     plain = make_profile(job, device, size=batch)
     held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=batch)
@@ -130,7 +130,7 @@ def plan_on_one_device(
 def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[StepModel, list[Assignment]]:
     """The fastest step for every budget from plain training down to the smallest."""
     device = where.devices[0]
-    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    optimizer = OptimizerCost.of(job.update, device.kind)
     keeping = StepModel(graph, without_gaps(costs), optimizer, tier_of(where), device.bandwidth_bytes_per_s)
     return keeping, frontier(keeping)
 
@@ -145,7 +145,7 @@ def simulate_on_one_device(
     longer than planned by that.
     """
     device = where.devices[0]
-    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    optimizer = OptimizerCost.of(job.update, device.kind)
     plain = make_profile(job, device, size=size)
     if made.stream is not None:
         held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=size)

@@ -51,7 +51,7 @@ class PlanTable:
     def of(cls, job: Job, shown: Profile, where: Machine) -> PlanTable:
         """The table of a profiled job."""
         device = where.devices[0]
-        optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+        optimizer = OptimizerCost.of(job.update, device.kind)
         costs = without_gaps(shown.costs)
         model = StepModel(shown.graph, costs, optimizer, tier_of(where), device.bandwidth_bytes_per_s)
         plain = shown.graph if job.loss is None else job.capture(shown.size)

@@ -104,11 +104,10 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         graph = _record(job, given, config.train.precision)
         parameters = graph.root.parameters
         costs = estimate(graph, device)
-        trained = make_optimizer(config.optimizer, job) if job.optimizer or config.optimizer.name else None
-        timing = estimate_optimizer(costs, device, trained) if trained is not None else None
+        trained = make_optimizer(config.optimizer, job)
+        timing = estimate_optimizer(costs, device, trained)
         step = predict_step(graph, costs, optimizer=timing)
-        make = trained if trained is not None else 2.0
-        curve = memory_curve(graph, costs, optimizer=make)
+        curve = memory_curve(graph, costs, optimizer=trained)
         held: int | None = None
         whole: Graph | None = None
         with_it: Costs | None = None
@@ -117,8 +116,8 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
                 whole = _record(job, given, config.train.precision, targets)
                 with_it = estimate(whole, device)
                 step = predict_step(whole, with_it, optimizer=timing)
-                curve = memory_curve(whole, with_it, optimizer=make)
-                held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(make, device.kind))
+                curve = memory_curve(whole, with_it, optimizer=trained)
+                held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(trained, device.kind))
     except OutcoreError as error:
         said = f"nothing is predicted: {str(error).splitlines()[0]}"
         return RunForecast(None, device.name, shapes, _parameters(job), notes=(said,))

@@ -61,9 +61,7 @@ class TrainingSetup:
             inputs, target = self.job.made_batch(size)
             return (in_channels_last(inputs) if self.channels_last else inputs), target
 
-        optimizer = self.job.optimizer
-        if self.fused_optimizer and optimizer is not None:
-            optimizer = fused(optimizer)
+        optimizer = fused(self.job.update) if self.fused_optimizer else self.job.update
         return replace(self.job, model=model, batch=batch, optimizer=optimizer)
 
 

@@ -63,10 +63,10 @@ class LossAndUpdate:
             with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded
                 whole = capture_training(job, size)
         known = batch_costs(whole, machine) if whole is not None else None
-        made = cls.between(graph, costs, machine.devices[0], whole, known, job.optimizer)
-        if not measured or job.optimizer is None:
+        made = cls.between(graph, costs, machine.devices[0], whole, known, job.update)
+        if not measured:
             return made
-        timing = measure_optimizer(graph.module.model, job.optimizer, machine.devices[0].kind)
+        timing = measure_optimizer(graph.module.model, job.update, machine.devices[0].kind)
         return replace(made, update_s=max(timing.median_s, timing.dispatch_s))
 
     @classmethod
