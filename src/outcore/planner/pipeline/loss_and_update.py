@@ -25,6 +25,8 @@ from outcore.job import Job
 from outcore.machine import Device, Machine
 from outcore.planner.pipeline.call_weights import CallWeight, CallWeights
 
+_ADAM = OptimizerCost("given", 2.0)
+
 
 @dataclass(frozen=True, slots=True)
 class LossAndUpdate:
@@ -34,7 +36,7 @@ class LossAndUpdate:
     """Its calls."""
     update_s: float = 0.0
     """Of all parameters on one device."""
-    optimizer: OptimizerCost = OptimizerCost("given", 2.0)
+    optimizer: OptimizerCost = _ADAM
     """What the optimizer keeps and needs."""
 
     @classmethod
