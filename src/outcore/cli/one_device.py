@@ -29,6 +29,7 @@ from outcore.machine.units import format_bytes
 from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.plan import frontier, plan_memory
+from outcore.planner.memory.script import update_parts
 from outcore.planner.memory.search import Assignment
 from outcore.program import Event, Timeline
 from outcore.program.plan.document import Plan
@@ -166,8 +167,7 @@ def simulate_on_one_device(
     rest_s = max(0.0, plain.step.step_s - step.keeping.plain_s)
     start_s, end_s = timeline.step_s + min(plain.step.wait_s, rest_s), timeline.step_s + rest_s
     beside = Event(0, COMPUTE, "step", "loss and update", start_s, end_s, stage=0)
-    rank = timeline.memory[0]
-    memory = replace(rank, bytes=(*rank.bytes[:-1], int(step.outcome.curve[-1])))  # while the update is made
+    memory = timeline.memory[0].ending_with(update_parts(step.keeping.plain))
     return replace(timeline, name=made.arrangement, events=(*timeline.events, beside), memory=(memory,))
 
 
