@@ -59,9 +59,8 @@ def test_a_size_that_is_too_small_is_explained_and_the_search_goes_on(tmp_path: 
     words = ["--on", "t4", "--image", "64,3", "--svg", "a.svg"]
     shown = outcore_command("profile", "job.py", *words, folder=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    row, said = (
-        line for line in shown.stdout.splitlines() if line.split()[:1] == ["3"] or line.startswith("image 3: ")
-    )
+    lines = shown.stdout.splitlines()
+    row, said = (line for line in lines if line.split()[:1] == ["3"] or line.startswith("image 3: "))
     assert "Error" not in row and "too small" in shown.stdout[shown.stdout.index(said) :]
     largest = next(line for line in lines if "largest that fits" in line)
     assert int(largest.split()[0]) > 64
