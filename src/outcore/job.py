@@ -140,7 +140,7 @@ class Job:
 
     @property
     def update(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-        """What makes the optimizer of a training step, predicted or run: the job's own, or AdamW where it has none."""
+        """What makes the optimizer whose memory is counted: the job's own, or AdamW, with which others are trained."""
         return self.optimizer if self.optimizer is not None else torch.optim.AdamW
 
     def build(self, device: str | None = None) -> nn.Module:

@@ -177,12 +177,13 @@ def profile(
     if not graph.calls:
         raise JobError(f"the network of {job.name} computes nothing, so there is no step to predict; give it a layer")
     where = "cuda" if device.kind == "cuda" else "cpu"
+    make, timing = job.optimizer, None
     if measured:
         costs = measure(graph, where, time_limit_s=time_limit_s, progress=progress)
-        timing = measure_optimizer(graph.module.model, job.update, where)
+        timing = measure_optimizer(graph.module.model, make, where) if make is not None else None
     else:
         costs = estimate(graph, device)
-        timing = estimate_optimizer(costs, device, job.update)
+        timing = estimate_optimizer(costs, device, make) if make is not None else None
     step = predict_step(graph, costs, optimizer=timing)
     memory = memory_curve(graph, costs, optimizer=job.update)
     return Profile(job.name, size or job.size, device, graph, costs, step, memory)

@@ -7,7 +7,7 @@ device, and the table says what a plain step would need beside what was planned.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         parameters = graph.root.parameters
         costs = estimate(graph, device)
         trained = make_optimizer(config.optimizer, job)
-        timing = estimate_optimizer(costs, device, trained)
+        timed = bool(job.optimizer or config.optimizer.name)
+        timing = estimate_optimizer(costs, device, trained) if timed else None
         step = predict_step(graph, costs, optimizer=timing)
         curve = memory_curve(graph, costs, optimizer=trained)
         held: int | None = None
@@ -121,6 +122,7 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
     except OutcoreError as error:
         said = f"nothing is predicted: {str(error).splitlines()[0]}"
         return RunForecast(None, device.name, shapes, _parameters(job), notes=(said,))
+    beside = LossAndUpdate.between(graph, costs, device, whole, with_it, trained)
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
     return RunForecast(
         graph,
@@ -133,7 +135,7 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         notes,
         curve=tuple(moment.bytes.total for moment in curve.moments),
         loss_bytes=held,
-        beside=LossAndUpdate.between(graph, costs, device, whole, with_it, trained),
+        beside=beside if timed else replace(beside, update_s=0.0),
     )
 
 

@@ -201,10 +201,13 @@ def _state(setup: TrainingSetup, device: Device) -> OptimizerCost:
     return fused_cost(plain) if setup.fused_optimizer else plain
 
 
-def _optimizer(setup: TrainingSetup, graph: Graph, costs: Costs, device: Device, *, measured: bool) -> TimedRuns:
+def _optimizer(setup: TrainingSetup, graph: Graph, costs: Costs, device: Device, *, measured: bool) -> TimedRuns | None:
+    make = setup.training_job().optimizer
+    if make is None:
+        return None
     if measured:
         where = "cuda" if device.kind == "cuda" else "cpu"
-        return measure_optimizer(graph.module.model, setup.training_job().update, where, reference=costs.beat_s)
+        return measure_optimizer(graph.module.model, make, where, reference=costs.beat_s)
     return estimate_optimizer(costs, device, _state(setup, device))
 
 

@@ -61,7 +61,9 @@ class TrainingSetup:
             inputs, target = self.job.made_batch(size)
             return (in_channels_last(inputs) if self.channels_last else inputs), target
 
-        optimizer = fused(self.job.update) if self.fused_optimizer else self.job.update
+        optimizer = self.job.optimizer
+        if self.fused_optimizer and optimizer is not None:
+            optimizer = fused(optimizer)
         return replace(self.job, model=model, batch=batch, optimizer=optimizer)
 
 

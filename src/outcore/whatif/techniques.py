@@ -119,6 +119,8 @@ class FusedOptimizer(Technique):
     doubt: ClassVar[float] = 0.15
 
     def setup(self, setup: TrainingSetup) -> TrainingSetup:
+        if setup.job.optimizer is None:
+            raise WhatIfError(f"{setup.job.name} has no optimizer(params), so there is none to fuse")
         return replace(setup, fused_optimizer=True)
 
 

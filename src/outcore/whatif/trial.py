@@ -140,7 +140,7 @@ def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], A
         lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, job.example(setup.size, device.type)
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = job.update(parameters) if parameters else None
+    optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
     if optimizer is not None and setup.cuda_graph:
         for group in optimizer.param_groups:
             if "capturable" in group:

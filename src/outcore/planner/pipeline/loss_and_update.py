@@ -66,9 +66,11 @@ class LossAndUpdate:
                 whole = capture_training(job, size)
         known = batch_costs(whole, machine) if whole is not None else None
         made = cls.between(graph, costs, machine.devices[0], whole, known, job.update)
+        if job.optimizer is None:
+            return replace(made, update_s=0.0)  # as `outcore profile` times a job that does not say how it learns
         if not measured:
             return made
-        timing = measure_optimizer(graph.module.model, job.update, machine.devices[0].kind)
+        timing = measure_optimizer(graph.module.model, job.optimizer, machine.devices[0].kind)
         return replace(made, update_s=max(timing.median_s, timing.dispatch_s))
 
     @classmethod
