@@ -48,3 +48,11 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
 def test_every_picture_is_shown_somewhere() -> None:
     text = "".join(page.read_text() for page in (*PAGES, ROOT / "README.md"))
     assert [p.name for p in (DOCS / "pictures").iterdir() if p.name not in text] == []
+
+
+def test_the_site_fetches_nothing_from_elsewhere() -> None:
+    """It is read on machines without a network; the theme would fetch what colours code."""
+    theme = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]
+    assert theme["highlightjs"] is False
+    page = (ROOT / theme["custom_dir"] / "main.html").read_text()
+    assert "//" not in page and all(f'id="hljs-{mode}"' in page for mode in ("light", "dark"))

@@ -138,6 +138,11 @@ class Job:
             return _from_file(Path(text), values)
         return _from_class(text, [Input.parse(i) for i in inputs], values)
 
+    @property
+    def update(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+        """What makes the optimizer whose memory is counted: the job's own, or AdamW, with which others are trained."""
+        return self.optimizer if self.optimizer is not None else torch.optim.AdamW
+
     def build(self, device: str | None = None) -> nn.Module:
         """The model, freshly made; on the ``meta`` device it takes no memory."""
         with repeatable() if _has_keras() else contextlib.nullcontext():

@@ -154,16 +154,14 @@ def verify_job(
     )
     plain_model = copy.deepcopy(model)
     costs = by_bytes(account(capture(model, args, kwargs)), memory_rate(where))
-    optimizer: Any = job.optimizer or partial(torch.optim.AdamW, lr=1e-3)
-    counted: Any = job.optimizer or 2.0  # as every prediction counts a job without one
-    options: dict[str, Any] = {"optimizer": counted, "costs": costs, "quiet": True}
+    options: dict[str, Any] = {"optimizer": job.update, "costs": costs, "quiet": True}
     if job.loss is not None:
         options["loss"] = lambda output: job.loss(output, target)
-    plain_bytes = _plain_bytes(job, size, counted, where)
+    plain_bytes = _plain_bytes(job, size, job.update, where)
     budget_bytes = parse_budget(memory, plain_bytes) if isinstance(memory, str) else memory
     whole_planned_bytes = None
     if crop is not None and plan is None:
-        made = _for_whole(whole, counted, budget_bytes, where)
+        made = _for_whole(whole, job.update, budget_bytes, where)
         plan, budget_bytes, whole_planned_bytes = made.document(), None, made.peak_bytes
     if plan is None and budget_bytes is None:
         within(model, args, kwargs, memory=None, **options)
@@ -178,8 +176,8 @@ def verify_job(
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        ours = list(_train(model, job, *given, target, optimizer, steps))
-        plain = list(_train(plain_model, job, args, kwargs, target, optimizer, steps))
+        ours = list(_train(model, job, *given, target, job.update, steps))
+        plain = list(_train(plain_model, job, args, kwargs, target, job.update, steps))
     finally:
         torch.use_deterministic_algorithms(deterministic)
     largest = max((float(g.abs().max()) for _, grads in plain for g in grads.values()), default=0.0)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from outcore.cli.common.streams import plain_warnings, readable_streams
 from outcore.cli.main import COMMANDS
@@ -141,6 +143,26 @@ def test_a_stream_gets_the_nearest_characters_that_it_has(monkeypatch: pytest.Mo
         readable_streams()
         print("3 µs ███ 2× …", end="", flush=True)
         assert raw.getvalue().decode(encoding) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_columns_stay_where_they_are_on_a_stream_without_their_characters(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, raw = random.Random(seed), io.BytesIO()
+    table = Table(box=None, pad_edge=False)
+    for justify in ("left", "left", "right", "left"):
+        table.add_column("step", justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    words = ["3→8", "1×2", "a long name…", "12 µs", "plain", "✓", "███", "图", "·"]
+    for _ in range(12):
+        table.add_row(*(draw.choice(words) + " " + draw.choice(words) for _ in range(3)), "end")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    readable_streams()
+    Console(width=70).print(table)
+    sys.stdout.flush()
+    lines = raw.getvalue().decode("ascii").splitlines()[1:]
+    assert len(lines) == 12 and {line.rstrip().endswith("end") for line in lines} == {True}
+    assert len({len(line.rstrip()) for line in lines}) == 1, "\n".join(lines)
 
 
 def test_warnings_of_our_own_are_sentences_and_others_as_python_prints_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import outcore
+from outcore.explore.parts import ExploreSettings, explore_bundle
 from outcore.machine import format_time
 from outcore.program import Timeline
 from tests.cli.command import Shown, outcore_command
@@ -132,7 +135,105 @@ def test_a_job_without_an_optimizer_is_counted_alike_and_one_that_is_named_as_it
         forecasts.append(json.loads((tmp_path / f"run{name}" / "run.json").read_text())["forecast"])
     assert forecasts[0]["peak_bytes"] == peak
     assert forecasts[1]["peak_bytes"] < peak <= forecasts[2]["peak_bytes"]  # no state; two of them and a workspace
+    assert forecasts[0]["peak_bytes"] == forecasts[2]["peak_bytes"]  # it is trained with AdamW
     assert forecasts[0]["step_s"] < forecasts[1]["step_s"] < forecasts[2]["step_s"]
+
+
+WIDE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(200, 900), nn.ReLU(), nn.Linear(900, 900), nn.BatchNorm1d(900), nn.Linear(900, 5))
+
+def batch(size):
+    return torch.rand(size, 200), torch.randint(5, (size,))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+size = 4
+"""
+SEVERAL = """
+import torch
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.facts, self.head = nn.Conv2d(3, 4, 3), nn.Linear(300, 4), nn.Linear(4, 3)
+
+    def forward(self, image, facts):
+        return {"logits": self.head(torch.relu(self.image(image)).mean((2, 3)) + self.facts(facts))}
+
+def model():
+    return Two()
+
+def batch(size):
+    return {"image": torch.rand(size, 3, 16, 16), "facts": torch.rand(size, 300)}, torch.randint(3, (size,))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output["logits"], target)
+
+def optimizer(parameters):
+    return torch.optim.Adam(parameters)
+"""
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param(WIDE, [], id="large layers, no optimizer"),
+        pytest.param(WIDE, ["-b", "6"], id="another batch", marks=slow),
+        pytest.param(SEVERAL, ["-b", "2"], id="several inputs and a dictionary", marks=slow),
+        pytest.param(JOB + LOSS, [], id="convolutions", marks=slow),
+        pytest.param(JOB + LOSS + "\ndel optimizer\n", ["-b", "2"], id="convolutions, no optimizer", marks=slow),
+    ],
+)
+def test_every_command_says_the_same_of_a_plain_step_and_of_a_plan(
+    text: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(text)
+    plain = profiled("job.py", *words)
+    step_s, peak = plain["step_s"], int(plain["memory"]["peak_bytes"])
+    frontier = json.loads(run("profile", "job.py", *words, "--frontier", "--json").stdout)["frontier"]
+    assert (frontier[0]["time_s"], frontier[0]["peak_bytes"]) == (pytest.approx(step_s), peak)
+    made = json.loads(run("plan", "job.py", *words, "--devices", "1", "-o", "one.json", "--json").stdout)["plan"]
+    assert made["predicted"]["time_s"] == pytest.approx(step_s) and made["predicted"]["peak_bytes"] == [peak]
+    found = simulated("job.py", "one.json", *words)
+    assert found["end"] == pytest.approx(step_s) and found["peak"] == pytest.approx(peak, rel=1e-3)
+    asked = json.loads(run("whatif", "job.py", *words, "--if", "amp", "--json").stdout)["if"][0]["as_it_is"]
+    assert (asked["step_s"], asked["peak_bytes"]) == (pytest.approx(step_s), peak)
+    batch = int(words[1]) if words else None
+    page = explore_bundle(ExploreSettings("job.py", batch=batch, seconds=0.0, search_s=0.03))
+    assert (page["step"]["step_s"], page["memory"]["peak_bytes"]) == (pytest.approx(step_s), peak)
+    run("train", "job.py", *words, "--steps", "2", "--device", "cpu", "--out", "run")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["forecast"]["peak_bytes"] == peak and facts["forecast"]["step_s"] == pytest.approx(step_s)
+    assert facts["measured"]["peak_bytes"] == pytest.approx(peak, rel=0.02)
+    two = run("plan", "job.py", *words, "--devices", "2", "-o", "two.json", "--json").stdout
+    planned = json.loads(two)["predicted"]
+    found = simulated("job.py", "two.json", *words)
+    assert found["end"] == pytest.approx(planned["time_s"]) and found["peak"] == planned["peak_bytes"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [WIDE, SEVERAL], ids=["large layers", "several inputs"])
+def test_a_run_on_two_ranks_says_what_its_plan_says_and_takes_no_more(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(text)
+    words = ["-b", "4", "--ranks", "2", "--steps", "3", "--device", "cpu", "--out", "run"]
+    done = subprocess.run([sys.executable, "-m", "outcore", "train", "job.py", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    planned = json.loads(run("plan", "job.py", "-b", "4", "--devices", "2", "--json").stdout)["predicted"]
+    assert facts["forecast"]["planned_peak_bytes"] == max(planned["peak_bytes"])
+    assert facts["forecast"]["planned_step_s"] == pytest.approx(planned["time_s"])
+    assert facts["measured"]["peak_bytes"] <= 1.05 * max(planned["peak_bytes"])
 
 
 @pytest.mark.parametrize("job", [LOSS], ids=[""], indirect=True)

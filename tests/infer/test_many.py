@@ -109,6 +109,10 @@ def test_results_of_other_weights_or_settings_are_not_mixed(tmp_path: Path) -> N
     assert refused.returncode == 1 and "other files in it" in refused.stderr
     missing = infer(folder, "--data", ".")
     assert missing.returncode == 1 and "say a folder for their results: -o results" in missing.stderr
+    for name in ("found.csv", "found.tif"):  # each was made a folder of that name
+        refused = infer(folder, "--data", ".", "-o", name)
+        assert refused.returncode == 1 and "-o found" in refused.stderr.rsplit("results.csv", 1)[1], refused.stderr
+        assert not (folder / name).exists()
 
 
 def test_slides_are_found_once_in_a_stable_order(tmp_path: Path) -> None:

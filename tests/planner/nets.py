@@ -35,6 +35,7 @@ def build(
     parameters: list[int] | None = None,
     outputs: set[int] | None = None,
     workspace: list[int] | None = None,
+    update_workspace: tuple[float, float] = (0.0, 0.0),
     batch: int = 1,
 ) -> Net:
     """A network of calls ``c0, c1, ...``: `inputs[i]` are the calls whose results call i reads, -1 the model's input.
@@ -72,7 +73,7 @@ def build(
         owned = calls[f"c{i}#0"].parameters
         rows[f"c{i}#0"] = CallWeight(times[i], 2 * times[i], kept, workspace[i] if workspace else 0, owned)
     owned_bytes = {f"c{i}.weight": b for i, b in enumerate(parameters or []) if b}
-    return Net(graph, CallWeights(rows, owned_bytes, state_per_parameter=1.0))
+    return Net(graph, CallWeights(rows, owned_bytes, 1.0, update_workspace=update_workspace))
 
 
 @st.composite
@@ -93,6 +94,7 @@ def nets(draw: st.DrawFn, most: int = 9) -> Net:
         parameters=draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)),
         outputs=set(draw(st.lists(st.integers(0, n - 1), max_size=1))),
         workspace=draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)),
+        update_workspace=draw(st.sampled_from([(0.0, 0.0), (3.0, 0.0), (0.0, 9.0), (1.0, 4.0)])),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import outcore
 from outcore.planner.pipeline.lower import predict_timeline
@@ -43,6 +44,30 @@ def peaks(case: str, schedule: str) -> tuple[list[int], list[int]]:
     measured = engine.timeline().peak_bytes
     engine.close()
     return list(measured), list(planned)
+
+
+def heavy_peaks() -> tuple[list[int], list[int]]:
+    """Of a job whose memory is parameters, by the plan that is made for it, with the optimizer that it is given."""
+    job = outcore.Job(
+        model=lambda: nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 400), nn.Linear(400, 5)),
+        batch=lambda n: (torch.rand(n, 300), torch.randint(5, (n,))),
+        loss=F.cross_entropy,
+        size=4,
+    )
+    plan = outcore.plan(job, devices=2)
+    engine = Engine(job, plan, optimizer=torch.optim.AdamW)
+    for _ in range(3):
+        engine.count_memory()
+        engine.step(*job.batch(4))
+    measured = engine.timeline().peak_bytes
+    engine.close()
+    assert plan.predicted is not None
+    return list(measured), list(plan.predicted.peak_bytes)
+
+
+def test_the_workspace_of_the_update_is_planned(ranks: Pool) -> None:
+    measured, planned = ranks.run(heavy_peaks, 2)[0]
+    assert all(0.8 * p <= m <= 1.02 * p for m, p in zip(measured, planned, strict=True)), (measured, planned)
 
 
 @pytest.mark.parametrize(("case", "schedule"), one_in(3, product(LARGE, ["gpipe", "1f1b", "gems-4"])))

@@ -81,7 +81,9 @@ def _other(path: Path) -> dict[str, float]:
 
 def _table(found: BenchResult, other: dict[str, float]) -> Table:
     size = "reduced" if found.reduced else "full"
-    table = Table(title=f"{found.device}, torch {found.torch}, {size} size", title_justify="left", box=None)
+    table = Table(
+        title=f"{found.device}, torch {found.torch}, {size} size", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("family", no_wrap=True)
     for name in (
         "batch",

@@ -169,7 +169,7 @@ def _whole_names(table: Table, count: int) -> None:
 
 
 def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
-    table = Table("value", "from", "to", "distance", "size", box=None, header_style="bold")
+    table = Table("value", "from", "to", "distance", "size", box=None, pad_edge=False, header_style="bold")
     _whole_names(table, 3)
     for skip in graph.skips(depth):
         table.add_row(skip.value, skip.source, skip.target, str(skip.distance), format_bytes(skip.bytes))
@@ -177,7 +177,7 @@ def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
 
 
 def _print_cuts(console: Console, graph: Graph, depth: int | None) -> None:
-    table = Table("after", "before", "values", "crossing", box=None, header_style="bold")
+    table = Table("after", "before", "values", "crossing", box=None, pad_edge=False, header_style="bold")
     _whole_names(table, 2)
     for cut in graph.cuts(depth):
         table.add_row(cut.after, cut.before, str(len(cut.values)), format_bytes(cut.bytes))

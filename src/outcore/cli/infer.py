@@ -160,6 +160,11 @@ def _check_paths(
         find_slides(data)  # one that holds none is refused for that
     if several and output is None:
         raise DataError(f"{data} holds several slides; say a folder for their results: -o results")
+    if several and output is not None and output.suffix.lower() in _ENDINGS and not output.is_dir():
+        raise DataError(
+            f"{data} holds several slides, and -o {output} is the name of one file; say a folder, in which the table "
+            f"is results.csv: -o {output.with_suffix('')}"
+        )
     if output is not None:
         check_not_read(output, [data, *([weights] if weights is not None else []), *([Path(job)] if job else [])])
         if not several:

@@ -29,6 +29,7 @@ from outcore.machine.units import format_bytes
 from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.plan import frontier, plan_memory
+from outcore.planner.memory.script import update_parts
 from outcore.planner.memory.search import Assignment
 from outcore.program import Event, Timeline
 from outcore.program.plan.document import Plan
@@ -58,7 +59,7 @@ def plan_on_one_device(
 ) -> None:
     """Plan a step within a budget and print it."""
     device = where.devices[0]
-    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    optimizer = OptimizerCost.of(job.update, device.kind)
     costs = estimate(graph, where)
     plain = make_profile(job, device, size=batch)
     held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=batch)
@@ -130,7 +131,7 @@ def plan_on_one_device(
 def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[StepModel, list[Assignment]]:
     """The fastest step for every budget from plain training down to the smallest."""
     device = where.devices[0]
-    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    optimizer = OptimizerCost.of(job.update, device.kind)
     keeping = StepModel(graph, without_gaps(costs), optimizer, tier_of(where), device.bandwidth_bytes_per_s)
     return keeping, frontier(keeping)
 
@@ -145,7 +146,7 @@ def simulate_on_one_device(
     longer than planned by that.
     """
     device = where.devices[0]
-    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    optimizer = OptimizerCost.of(job.update, device.kind)
     plain = make_profile(job, device, size=size)
     if made.stream is not None:
         held = loss_bytes_of_job(job, graph, costs, device, optimizer, size=size)
@@ -166,8 +167,7 @@ def simulate_on_one_device(
     rest_s = max(0.0, plain.step.step_s - step.keeping.plain_s)
     start_s, end_s = timeline.step_s + min(plain.step.wait_s, rest_s), timeline.step_s + rest_s
     beside = Event(0, COMPUTE, "step", "loss and update", start_s, end_s, stage=0)
-    rank = timeline.memory[0]
-    memory = replace(rank, bytes=(*rank.bytes[:-1], int(step.outcome.curve[-1])))  # while the update is made
+    memory = timeline.memory[0].ending_with(update_parts(step.keeping.plain))
     return replace(timeline, name=made.arrangement, events=(*timeline.events, beside), memory=(memory,))
 
 

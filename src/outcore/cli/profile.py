@@ -161,7 +161,8 @@ def _show_sizes(
     else:
         profiles = [_one(job, device, size, False, seconds, quiet=True) for size in sizes]
     if svg is not None:
-        last = profiles[-1] if profiles else _one(job, device, first, False, seconds, quiet=True, image=sides[-1])
+        side = next((side for side in reversed(sides) if side not in found.failures), None)
+        last = profiles[-1] if profiles else _one(job, device, first, False, seconds, quiet=True, image=side)
         write_text(svg, profile_svg(last))
     document: dict[str, Any] = {"profiles": [p.to_json() for p in profiles], "scaling": found.to_json()}
     if not sides:
@@ -169,6 +170,8 @@ def _show_sizes(
     _write(document, output, json)
     if not json:
         table_console().print(scaling_table(found))
+        for side, reason in found.failures.items():
+            Console().print(f"{found.along} {side}: {reason}", style="yellow", highlight=False, markup=False)
     wrote(svg, output)
 
 

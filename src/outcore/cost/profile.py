@@ -185,7 +185,7 @@ def profile(
         costs = estimate(graph, device)
         timing = estimate_optimizer(costs, device, make) if make is not None else None
     step = predict_step(graph, costs, optimizer=timing)
-    memory = memory_curve(graph, costs, optimizer=make if make is not None else 2.0)
+    memory = memory_curve(graph, costs, optimizer=job.update)
     return Profile(job.name, size or job.size, device, graph, costs, step, memory)
 
 

@@ -183,10 +183,9 @@ def measured_step(job: Job, size: int | None, plan: Plan | None, device: torch.d
     torch.manual_seed(0)
     model = job.build().train().to(device)
     args, kwargs, target = substitute(job.example(size), torch.Tensor, lambda t: t.to(device))
-    make: Any = job.optimizer or (lambda params: torch.optim.SGD(params, lr=1e-3))
     if plan is not None and plan.policy:
-        within(model, args, kwargs, memory=None, plan=plan, optimizer=make, quiet=True)
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
+        within(model, args, kwargs, memory=None, plan=plan, optimizer=job.update, quiet=True)
+    optimizer = job.update([p for p in model.parameters() if p.requires_grad])
 
     def step(watcher: StepWatcher | None = None) -> None:
         optimizer.zero_grad(set_to_none=True)

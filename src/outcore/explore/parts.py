@@ -178,7 +178,7 @@ class Explored:
         from outcore.stream.one_device import fit_one_device
 
         device, size = self.shown.device, self.shown.size
-        optimizer = OptimizerCost.of(self.job.optimizer or 2.0, device.kind)
+        optimizer = OptimizerCost.of(self.job.update, device.kind)
         try:
             graph = self.job.capture(size)
             costs = estimate(graph, self.where)

@@ -25,7 +25,7 @@ from outcore.machine import Machine
 from outcore.planner.memory.copy_schedule import tier_of
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.plan import fastest_by_peak
-from outcore.planner.memory.script import link_of, one_stage, stage_of
+from outcore.planner.memory.script import link_of, one_stage, stage_of, update_parts
 from outcore.planner.memory.search import Assignment, fit, smallest
 from outcore.program import Timeline, simulate
 from outcore.program.plan.document import Plan, PredictedStep
@@ -51,7 +51,7 @@ class PlanTable:
     def of(cls, job: Job, shown: Profile, where: Machine) -> PlanTable:
         """The table of a profiled job."""
         device = where.devices[0]
-        optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+        optimizer = OptimizerCost.of(job.update, device.kind)
         costs = without_gaps(shown.costs)
         model = StepModel(shown.graph, costs, optimizer, tier_of(where), device.bandwidth_bytes_per_s)
         plain = shown.graph if job.loss is None else job.capture(shown.size)
@@ -206,9 +206,9 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
         if length > 0:
             where = [event.rank, STREAMS.index(event.stream), kinds.setdefault(event.kind, len(kinds))]
             rows.append([*where, name, round(event.start_s * 1e6, 2), round(length * 1e6, 2), event.bytes, event.stage])
-    curves = [(list(m.times_s), list(m.bytes), m.peak_bytes) for m in timeline.memory]
-    if model is not None and curves and curves[0][1]:
-        curves[0][1][-1] = model.plain.moments[-1].bytes.total  # the update comes after the script's last action
+    ranks = list(timeline.memory)
+    if model is not None and ranks and ranks[0].bytes:
+        ranks[0] = ranks[0].ending_with(update_parts(model.plain))  # the update comes after the script's last action
     return {
         "streams": STREAMS,
         "kinds": list(kinds),
@@ -217,7 +217,7 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
         "step_s": timeline.step_s + optimizer_s,
         "bubble": timeline.bubble,
         "memory": [
-            {"times_us": [round(t * 1e6, 1) for t in times], "bytes": held, "peak_bytes": peak}
-            for times, held, peak in curves
+            {"times_us": [round(t * 1e6, 1) for t in m.times_s], "bytes": list(m.bytes), "peak_bytes": m.peak_bytes}
+            for m in ranks
         ],
     }

@@ -31,6 +31,8 @@ class Stage:
     state_bytes: int
     """Optimizer state."""
     optimizer_s: float = 0.0
+    update_bytes: int = 0
+    """Needed on top while the optimizer steps."""
 
     @property
     def trains(self) -> bool:

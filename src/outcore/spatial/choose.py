@@ -164,7 +164,7 @@ def _on_one_device(
 ) -> Plan:
     """What the ladder of one device takes, with the loss counted where a job says it."""
     device = where.devices[0]
-    optimizer = OptimizerCost.of((source.optimizer if isinstance(source, Job) else None) or 2.0, device.kind)
+    optimizer = OptimizerCost.of(source.update if isinstance(source, Job) else 2.0, device.kind)
     held = None
     if isinstance(source, Job):
         held = loss_bytes_of_job(source, graph, costs, device, optimizer, size=size)

@@ -7,7 +7,7 @@ device, and the table says what a plain step would need beside what was planned.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,11 +104,11 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         graph = _record(job, given, config.train.precision)
         parameters = graph.root.parameters
         costs = estimate(graph, device)
-        trained = make_optimizer(config.optimizer, job) if job.optimizer or config.optimizer.name else None
-        timing = estimate_optimizer(costs, device, trained) if trained is not None else None
+        trained = make_optimizer(config.optimizer, job)
+        timed = bool(job.optimizer or config.optimizer.name)
+        timing = estimate_optimizer(costs, device, trained) if timed else None
         step = predict_step(graph, costs, optimizer=timing)
-        make = trained if trained is not None else 2.0
-        curve = memory_curve(graph, costs, optimizer=make)
+        curve = memory_curve(graph, costs, optimizer=trained)
         held: int | None = None
         whole: Graph | None = None
         with_it: Costs | None = None
@@ -117,11 +117,12 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
                 whole = _record(job, given, config.train.precision, targets)
                 with_it = estimate(whole, device)
                 step = predict_step(whole, with_it, optimizer=timing)
-                curve = memory_curve(whole, with_it, optimizer=make)
-                held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(make, device.kind))
+                curve = memory_curve(whole, with_it, optimizer=trained)
+                held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(trained, device.kind))
     except OutcoreError as error:
         said = f"nothing is predicted: {str(error).splitlines()[0]}"
         return RunForecast(None, device.name, shapes, _parameters(job), notes=(said,))
+    beside = LossAndUpdate.between(graph, costs, device, whole, with_it, trained)
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
     return RunForecast(
         graph,
@@ -134,7 +135,7 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         notes,
         curve=tuple(moment.bytes.total for moment in curve.moments),
         loss_bytes=held,
-        beside=LossAndUpdate.between(graph, costs, device, whole, with_it, trained),
+        beside=beside if timed else replace(beside, update_s=0.0),
     )
 
 

@@ -29,7 +29,7 @@ def budgeted_tasks(step: RecordedStep, recording: Recording, budget_bytes: int) 
         recording.profile.graph,
         without_gaps(recording.profile.costs),
         budget_bytes=budget_bytes,
-        optimizer=OptimizerCost.of(recording.setup.job.optimizer or 2.0, device.kind),
+        optimizer=OptimizerCost.of(recording.setup.job.update, device.kind),
         memory_bytes_per_s=device.bandwidth_bytes_per_s,
     )
     plain_s = sum(t.time_s for t in step.tasks.values() if t.resource == "device" and t.phase != "optimizer")

@@ -142,8 +142,8 @@ def _weights(recording: Recording, step: RecordedStep, costs: Costs) -> CallWeig
     timing = _asked(recording.optimizer, "optimizer", recording.step, step)
     if timing is None:
         return weights
-    state = OptimizerCost.of(recording.setup.job.optimizer or 2.0, recording.device.kind).state_per_parameter
-    return LossAndUpdate((), max(timing.median_s, timing.dispatch_s), state).added(weights, graph)
+    kept = OptimizerCost.of(recording.setup.job.update, recording.device.kind)
+    return LossAndUpdate((), max(timing.median_s, timing.dispatch_s), kept).added(weights, graph)
 
 
 def _largest_stage_bytes(made: Plan, recording: Recording) -> int:

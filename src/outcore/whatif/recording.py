@@ -195,11 +195,9 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _state(setup: TrainingSetup, device: Device) -> OptimizerCost | float:
-    """What the optimizer keeps; two numbers for each weight where the job does not say."""
-    if setup.job.optimizer is None:
-        return 2.0
-    plain = OptimizerCost.of(setup.job.optimizer, device.kind)
+def _state(setup: TrainingSetup, device: Device) -> OptimizerCost:
+    """What the optimizer keeps."""
+    plain = OptimizerCost.of(setup.job.update, device.kind)
     return fused_cost(plain) if setup.fused_optimizer else plain
 
 
@@ -210,8 +208,7 @@ def _optimizer(setup: TrainingSetup, graph: Graph, costs: Costs, device: Device,
     if measured:
         where = "cuda" if device.kind == "cuda" else "cpu"
         return measure_optimizer(graph.module.model, make, where, reference=costs.beat_s)
-    kept = _state(setup, device)
-    return estimate_optimizer(costs, device, kept if isinstance(kept, OptimizerCost) else make)
+    return estimate_optimizer(costs, device, _state(setup, device))
 
 
 def fused_cost(plain: OptimizerCost) -> OptimizerCost:

@@ -18,7 +18,9 @@ def answers_table(found: Answers) -> RenderableType:
     """One row per question: step, interval, gain, memory, and what was measured beside it."""
     rows = [found.base, *found.answers]
     measured = any(row.trial is not None or row.not_run for row in rows)
-    table = Table(title=f"{found.job} on {found.device}, batch {found.base.batch}", title_justify="left", box=None)
+    table = Table(
+        title=f"{found.job} on {found.device}, batch {found.base.batch}", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("if", no_wrap=True)
     for name in (
         "step",
@@ -59,7 +61,7 @@ def _measured(row: Answer) -> tuple[str, str, str]:
 def scaling_table(found: Scaling) -> RenderableType:
     """One row per number of GPUs and way to use them, and the verdict."""
     title = f"{found.job} on {found.device} over {found.link}, {found.mode} scaling"
-    table = Table(title=title, title_justify="left", box=None)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("GPUs", "how", "batch", "step", "samples/s", "efficiency", "compute", "link", "waits"):
         table.add_column(name, justify="left" if name == "how" else "right", no_wrap=True)
     for p in found.points:
@@ -79,7 +81,9 @@ def scaling_table(found: Scaling) -> RenderableType:
 
 def gpus_table(found: Elsewhere) -> RenderableType:
     """One row per GPU."""
-    table = Table(title=f"{found.job}, carried over from {found.carried_from}", title_justify="left", box=None)
+    table = Table(
+        title=f"{found.job}, carried over from {found.carried_from}", title_justify="left", box=None, pad_edge=False
+    )
     rows = found.rows
     more = [
         ("largest batch", any(r.largest_batch is not None for r in rows)),

@@ -52,6 +52,20 @@ def test_sizes_are_multiples_that_the_network_takes(tmp_path: Path) -> None:
     assert multiple_of(free, 1, 32) == 1
 
 
+def test_a_size_that_is_too_small_is_explained_and_the_search_goes_on(tmp_path: Path) -> None:
+    pools = "nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.MaxPool2d(2))"
+    body = f"import torch\nfrom torch import nn\n\ndef model():\n    return {pools}\n"
+    (tmp_path / "job.py").write_text(f"{body}\ndef batch(size):\n    return torch.rand(size, 3, 16, 16), None\n")
+    words = ["--on", "t4", "--image", "64,3", "--svg", "a.svg"]
+    shown = outcore_command("profile", "job.py", *words, folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    row, said = (line for line in lines if line.split()[:1] == ["3"] or line.startswith("image 3: "))
+    assert "Error" not in row and "too small" in shown.stdout[shown.stdout.index(said) :]
+    largest = next(line for line in lines if "largest that fits" in line)
+    assert int(largest.split()[0]) > 64
+
+
 def test_points_are_at_the_sides_that_were_asked_for_as_multiples() -> None:
     job = Job(model=lambda: nn.Conv2d(3, 4, 3), batch=lambda n: (torch.rand(n, 3, 32, 32), None))
     found = scale_images(job, parse("t4").devices[0], (61, 127), 1, 4)

@@ -140,7 +140,7 @@ def ladder(
     low = good[-1] if good else 0
     high = min((s for s, p in points.items() if p.peak_bytes > capacity_bytes), default=0)
     size = 2 * (low or max(sizes))
-    while low and not high and size <= most and not failures:
+    while low and not high and size <= most and max(failures, default=0) < low:
         low, high = (size, 0) if fits(size) else (low, size)
         size *= 2
     while low and high - low > max(1, low // 64):  # exact to less than two in a hundred

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from outcore.cost.buffers import Buffer
+from outcore.cost.predicted.step_memory import MemoryCurve
 from outcore.errors import PlanError
 from outcore.ops.recompute_encode import CODECS, PIXELS, codec_for
 from outcore.planner.memory.copy_schedule import BufferCopies, OffloadTarget
@@ -211,3 +212,10 @@ def check_policy(buffer: Buffer, how: Policy) -> None:
             )
     if buffer.opaque and not isinstance(how, Keep):
         raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
+
+
+def update_parts(plain: MemoryCurve) -> tuple[int, ...]:
+    """What is held while the optimizer steps, as parts of a simulated curve: no script has an action for it."""
+    held = plain.moments[-1].bytes
+    saved = held.inputs + held.feature_maps + held.feature_gradients
+    return (held.weights, held.gradients, held.state, saved, 0, held.workspace)

@@ -42,6 +42,7 @@ class IntervalTables:
         self.weight_bytes = self._weights(pieces.parameters)
         self.fixed_bytes = self._weights(pieces.fixed)
         self.workspace_bytes = self._largest(pieces.workspace_bytes)
+        self.update_bytes = self._update()
         self.held_bytes = self._held()
         self._flows()
 
@@ -64,6 +65,10 @@ class IntervalTables:
         return table
 
     def moving_bytes(self, pipeline: Pipeline, stage: int, count: int) -> Table:
+        """The most beside what is always there: in the passes, or in the optimizer's step after them."""
+        return np.maximum(self.passing_bytes(pipeline, stage, count), self.update_bytes)
+
+    def passing_bytes(self, pipeline: Pipeline, stage: int, count: int) -> Table:
         """Activations in flight, workspace, temporary gradients, and buffers for what comes next.
 
         A gradient that comes from several stages is counted as coming from one: from how many is not known here.
@@ -113,6 +118,16 @@ class IntervalTables:
         for _, nbytes, users in parameters:
             corners.touched(INPUT, self._at(users), nbytes)
         return self._only(corners.table())
+
+    def _update(self) -> Table:
+        """What the optimizer's step needs on top."""
+        of_all, of_largest = self.pieces.update_workspace
+        largest = [0.0] * len(self.pieces)
+        for _, nbytes, users in self.pieces.parameters:
+            for unit in users:
+                largest[unit] = max(largest[unit], nbytes)
+        table = of_all * self._finite(self.weight_bytes) + of_largest * self._finite(self._largest(largest))
+        return self._only(np.rint(table))
 
     def _held(self) -> Table:
         corners = _Corners(self.size)

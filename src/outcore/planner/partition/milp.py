@@ -272,11 +272,11 @@ class _Program:
     def stage_memory(self, k: int, received: list[list[int]]) -> _Memory:
         """What stage k always holds, and what it may hold while a step runs (see `Pipeline.loads`)."""
         pieces, scale = self.pieces, self.byte_scale
+        owned = [(self.any_of([self.inside(u, k) for u in users]), nbytes) for _, nbytes, users in pieces.parameters]
+        fixed = [(self.any_of([self.inside(u, k) for u in users]), nbytes) for _, nbytes, users in pieces.fixed]
         always: Terms = {}
-        for parameters, copies in ((pieces.parameters, 2.0 + pieces.state_per_parameter), (pieces.fixed, 1.0)):
-            for _, nbytes, users in parameters:
-                here = self.any_of([self.inside(u, k) for u in users])
-                always = self.total([always, here], [1.0, copies * nbytes / scale])
+        for rows, copies in ((owned, 2.0 + pieces.state_per_parameter), (fixed, 1.0)):
+            always = self.total([always, *(here for here, _ in rows)], [1.0, *(copies * n / scale for _, n in rows)])
         temporary: Terms = {(workspace := self.variable()): 1.0}
         for v, nbytes in enumerate(pieces.workspace_bytes):
             if nbytes:
@@ -303,8 +303,19 @@ class _Program:
         full = self.total([held, temporary], [float(self.pipeline.in_flight(k, self.count)), 1.0])
         gradient, value = self.pipeline.waits_for(k, self.count)
         waiting = [*([leaving] if gradient else []), *([incoming] if value else [])]
-        moving = [self.total([full, more]) for more in waiting] or [full]
+        moving = [*([self.total([full, more]) for more in waiting] or [full]), *self.update_memory(owned)]
         return _Memory(always, moving, self.total([held, temporary]), incoming)
+
+    def update_memory(self, owned: Sequence[tuple[Terms, int]]) -> list[Terms]:
+        """What the optimizer's step of a stage needs on top, whose parameters these are."""
+        of_all, of_largest = self.pieces.update_workspace
+        if not of_all and not of_largest:
+            return []
+        largest = self.variable()
+        for here, nbytes in owned:
+            self.above(largest, self.total([here], [nbytes / self.byte_scale]))
+        every = [of_all * nbytes / self.byte_scale for _, nbytes in owned]
+        return [self.total([*(here for here, _ in owned), {largest: 1.0}], [*every, of_largest])]
 
     def sent(self, producer: int, places: list[int], k: int) -> Terms:
         """To how many stages the value goes if its producer is in stage k, else at least 0."""

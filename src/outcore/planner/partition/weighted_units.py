@@ -61,6 +61,8 @@ class WeightedUnits:
     host_forward_s: tuple[float, ...] = ()
     """What the host takes to launch a unit: a stage is never faster than its host, however small the batch."""
     host_backward_s: tuple[float, ...] = ()
+    update_workspace: tuple[float, float] = (0.0, 0.0)
+    """Of the optimizer's step: over the bytes of all parameters of a stage, and over those of its largest."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -119,10 +121,20 @@ class WeightedUnits:
         """The buffers and frozen parameters of every stage."""
         return self._holding.fixed(np.asarray(stage_of), count)
 
+    def update_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """What the optimizer's step of every stage needs on top."""
+        of_all, of_largest = self.update_workspace
+        largest = [0] * count
+        for _, nbytes, users in self.parameters:
+            for k in {stage_of[u] for u in users}:
+                largest[k] = max(largest[k], nbytes)
+        trained = self.weight_bytes(stage_of, count)
+        return [round(of_all * every + of_largest * one) for every, one in zip(trained, largest, strict=True)]
+
     def cut(self, stage_of: Sequence[int], count: int) -> Stages:
         """The stages that an assignment of units makes."""
         held, weights = self.held_bytes(stage_of, count), self.weight_bytes(stage_of, count)
-        fixed = self.fixed_bytes(stage_of, count)
+        fixed, update = self.fixed_bytes(stage_of, count), self.update_bytes(stage_of, count)
         edges = []
         for flow in self.flows:
             producer_stage = stage_of[flow.producer]
@@ -148,6 +160,7 @@ class WeightedUnits:
                     gradient_bytes=weights[k],
                     state_bytes=state,
                     optimizer_s=(3 * weights[k] + 2 * state) / self.update_bytes_per_s,
+                    update_bytes=update[k],
                 )
             )
         return Stages(tuple(stages), tuple(edges), self._ties(stage_of))
@@ -198,6 +211,7 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         tuple(3 * sum(once) for once in once_s),
         tuple(sum(r.host_forward_s for r in rows) for rows in calls),
         tuple(sum(r.host_backward_s for r in rows) for rows in calls),
+        weights.update_workspace,
     )
 
 

@@ -71,6 +71,8 @@ class CallWeights:
     """What they were made from, where that is known; policies inside stages are planned with it."""
     tier: OffloadTarget | None = field(default=None, compare=False, repr=False)
     """The memory below a device, if values may be offloaded to it."""
+    update_workspace: tuple[float, float] = (0.0, 0.0)
+    """What the optimizer's step needs on top: over the bytes of all parameters, and over those of the largest."""
 
     @property
     def tied(self) -> dict[str, tuple[str, ...]]:

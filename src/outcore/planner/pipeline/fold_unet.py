@@ -164,7 +164,7 @@ def _levels(pieces: WeightedUnits) -> list[tuple[int, int]]:
 
 def _peaks(pieces: WeightedUnits, rank_of: list[int], ranks: int, pipeline: Pipeline) -> tuple[int, ...]:
     held, weights = pieces.held_bytes(rank_of, ranks), pieces.weight_bytes(rank_of, ranks)
-    fixed = pieces.fixed_bytes(rank_of, ranks)
+    fixed, update = pieces.fixed_bytes(rank_of, ranks), pieces.update_bytes(rank_of, ranks)
     gradients = [0] * ranks
     for flow in pieces.flows:
         places = {rank_of[u] for u in flow.users} | {rank_of[flow.producer]}
@@ -176,7 +176,7 @@ def _peaks(pieces: WeightedUnits, rank_of: list[int], ranks: int, pipeline: Pipe
         inside = [i for i, r in enumerate(rank_of) if r == rank]
         always = fixed[rank] + round((2 + pieces.state_per_parameter) * weights[rank])
         moving = pipeline.in_flight(0, ranks) * held[rank] + gradients[rank]
-        found.append(always + moving + max(pieces.workspace_bytes[i] for i in inside))
+        found.append(always + max(moving + max(pieces.workspace_bytes[i] for i in inside), update[rank]))
     return tuple(found)
 
 

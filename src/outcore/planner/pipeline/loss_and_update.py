@@ -25,6 +25,8 @@ from outcore.job import Job
 from outcore.machine import Device, Machine
 from outcore.planner.pipeline.call_weights import CallWeight, CallWeights
 
+_ADAM = OptimizerCost("given", 2.0)
+
 
 @dataclass(frozen=True, slots=True)
 class LossAndUpdate:
@@ -34,8 +36,8 @@ class LossAndUpdate:
     """Its calls."""
     update_s: float = 0.0
     """Of all parameters on one device."""
-    state_per_parameter: float = 2.0
-    """Optimizer state over parameter bytes."""
+    optimizer: OptimizerCost = _ADAM
+    """What the optimizer keeps and needs."""
 
     @classmethod
     def of(
@@ -63,8 +65,10 @@ class LossAndUpdate:
             with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded
                 whole = capture_training(job, size)
         known = batch_costs(whole, machine) if whole is not None else None
-        made = cls.between(graph, costs, machine.devices[0], whole, known, job.optimizer)
-        if not measured or job.optimizer is None:
+        made = cls.between(graph, costs, machine.devices[0], whole, known, job.update)
+        if job.optimizer is None:
+            return replace(made, update_s=0.0)  # as `outcore profile` times a job that does not say how it learns
+        if not measured:
             return made
         timing = measure_optimizer(graph.module.model, job.optimizer, machine.devices[0].kind)
         return replace(made, update_s=max(timing.median_s, timing.dispatch_s))
@@ -74,21 +78,24 @@ class LossAndUpdate:
         cls, graph: Graph, costs: Costs, device: Device, whole: Graph | None, known: Costs | None, optimizer: Any
     ) -> LossAndUpdate:
         """The same from graphs and costs that are known: of the network alone, and with its loss."""
-        update_s, state = 0.0, 2.0
-        if optimizer is not None:
-            cost = OptimizerCost.of(optimizer, device.kind)
-            timing = estimate_optimizer(costs, device, cost)
-            update_s, state = max(timing.median_s, timing.dispatch_s), cost.state_per_parameter
+        kept = OptimizerCost.of(optimizer, device.kind)
+        timing = estimate_optimizer(costs, device, kept)
+        update_s = max(timing.median_s, timing.dispatch_s)
         loss: tuple[CallWeight, ...] = ()
         if whole is not None and known is not None:
             rows = CallWeights.of(whole, known).calls
             loss = tuple(row for name, row in rows.items() if name not in graph.calls)
-        return cls(loss, update_s, state)
+        return cls(loss, update_s, kept)
 
     def added(self, weights: CallWeights, graph: Graph) -> CallWeights:
         """Weights with the loss and the update in them."""
-        weights = replace(weights, state_per_parameter=self.state_per_parameter)
-        moved = (3 + 2 * self.state_per_parameter) * sum(weights.parameters.values())
+        kept = self.optimizer
+        weights = replace(
+            weights,
+            state_per_parameter=kept.state_per_parameter,
+            update_workspace=(kept.workspace_per_parameter, kept.workspace_per_largest),
+        )
+        moved = (3 + 2 * kept.state_per_parameter) * sum(weights.parameters.values())
         if self.update_s and moved:
             weights = replace(weights, update_bytes_per_s=moved / self.update_s)
         made = [graph.values[name].producer for name in graph.outputs]

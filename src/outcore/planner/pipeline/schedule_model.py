@@ -136,7 +136,7 @@ class Pipeline:
             temporary = stage.workspace_bytes + arriving[k] + leaving[k]
             gradient, value = self.waits_for(k, count)
             waiting = max(leaving[k] * gradient, incoming[k] * value)
-            moving = self.in_flight(k, count) * stage.saved_bytes + temporary + waiting
+            moving = max(self.in_flight(k, count) * stage.saved_bytes + temporary + waiting, stage.update_bytes)
             found.append(StageLoad(always, moving, stage.saved_bytes + temporary, incoming[k]))
         return found
 

@@ -6,7 +6,8 @@ first: an instruction that begins when another ends finds the memory that one le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.documents.schema import ListOf, Number, Whole
@@ -38,6 +39,13 @@ class RankMemory:
     def parts(self) -> dict[str, int]:
         """What each part holds at the peak, by name."""
         return dict(zip(PARTS, self.peak_parts, strict=True))
+
+    def ending_with(self, parts: Sequence[int]) -> RankMemory:
+        """The curve with other parts in its last moment, which may be its peak."""
+        curve = replace(self, bytes=(*self.bytes[:-1], sum(parts)))
+        if sum(parts) <= self.peak_bytes:
+            return curve
+        return replace(curve, peak_bytes=sum(parts), peak_s=self.times_s[-1], peak_parts=tuple(parts))
 
     def to_json(self) -> list[Any]:
         """The curve as plain lists and numbers."""

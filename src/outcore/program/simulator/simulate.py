@@ -228,6 +228,8 @@ class _Simulation:
         if isinstance(instruction, OptimizerStep):
             end = now + costs.optimizer_s
             self.traffic.finish(rank, end)
+            self.ledgers[rank].add(now, "workspace", costs.update_bytes)
+            self.ledgers[rank].add(end, "workspace", -costs.update_bytes)
             self.events.append(Event(rank, COMPUTE, "step", str(instruction), now, end, stage=instruction.stage))
             return end
         ledger = self.ledgers[rank]
