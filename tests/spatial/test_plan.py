@@ -72,3 +72,8 @@ def test_a_network_that_needs_all_of_its_image_is_refused() -> None:
     graph = outcore.capture(nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), torch.randn(1, 3, 4, 4))
     with pytest.raises(PlanError, match="can be split"):
         plan_grid(graph, (2, 2), machine="v100x4")
+
+
+def test_a_plan_is_made_for_a_job_or_a_graph() -> None:
+    with pytest.raises(PlanError, match=r"not for Linear; outcore.capture\(model, inputs\) records a graph"):
+        outcore.plan(torch.nn.Linear(2, 2), devices=2)  # type: ignore[arg-type]

@@ -102,6 +102,11 @@ def plan(
         PlanError: the memory cannot be met; says the smallest that can.
         MachineError: calls are to be measured on a device that is not here.
     """
+    if not isinstance(source, (Job, Graph)):
+        raise PlanError(
+            f"a plan is made for a job or a graph, not for {type(source).__name__}; "
+            "outcore.capture(model, inputs) records a graph, outcore.Job(model=..., batch=...) makes a job"
+        )
     where = parse(machine) if isinstance(machine, str) else machine or known()
     count = devices or where.ranks
     size = batch or batch_for(source, count) if isinstance(source, Job) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -212,3 +213,24 @@ def test_what_vmap_computes_is_computed_anew_or_refused() -> None:
     check(Net(constant, a=conv()), (image(),))
     with pytest.raises(outcore.CaptureError, match="made where recording cannot see it"):
         outcore.capture(Net(lambda s, x: torch.vmap(lambda i: i * 2)(s.a(x)), a=conv()), (image(),))
+
+
+class _NoModule:
+    """A model of no framework."""
+
+
+@pytest.mark.parametrize(
+    ("thing", "advice"),
+    [
+        (nn.Linear, r"make a model of it: Linear\(...\)"),
+        (_NoModule(), "put what it computes into the forward"),
+        (lambda x: x, "function is none"),
+        (type("Model", (), {"__module__": "tf_keras.src.models"})(), "outcore.keras.to_torch first"),
+    ],
+)
+@pytest.mark.parametrize("asked", [outcore.capture, outcore.estimate, outcore.memory_of])
+def test_what_is_no_torch_module_is_refused_with_what_to_do(
+    asked: Callable[..., object], thing: object, advice: str
+) -> None:
+    with pytest.raises(outcore.CaptureError, match=advice):
+        asked(thing, [(1, 3)])

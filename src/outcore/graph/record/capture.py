@@ -56,6 +56,7 @@ def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
     Raises:
         CaptureError: the model cannot be recorded; names the block and the source line.
     """
+    _refuse_other(model)
     _refuse_lazy(model)
     args, kwargs = _arguments(model, args, kwargs)
     recorder, recording, notes = _record_somehow(model, args, kwargs)
@@ -275,6 +276,20 @@ def _realised(
 
 
 # Trouble
+
+
+def _refuse_other(model: object) -> None:
+    """Refuse what is no torch module: a class, a function, a model of another framework."""
+    if isinstance(model, nn.Module):
+        return
+    kind = model if isinstance(model, type) else type(model)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        advice = f"that is a class; make a model of it: {kind.__name__}(...)"
+    elif "keras" in kind.__module__ or any("keras" in base.__module__ for base in kind.__mro__):
+        advice = "give a model of Keras 3 to outcore.keras.to_torch first"
+    else:
+        advice = "put what it computes into the forward of one"
+    raise CaptureError(f"a torch module is recorded, and {kind.__module__}.{kind.__qualname__} is none; {advice}")
 
 
 def _refuse_lazy(model: nn.Module) -> None:
