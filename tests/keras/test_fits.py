@@ -20,7 +20,9 @@ from outcore.keras.tensorflow.planned import _specs
 from outcore.keras.tensorflow.traced import step_facts
 from outcore.one_device.keras_fit import inputs_of, prepared
 from tests.keras.drawn_fits import difference, segmented
-from tests.keras.odd_fits import GOALS, PROGRAMS, RANDOM_X, Counting, compare, dense
+from tests.keras.fit_program import GOALS, PROGRAMS, RANDOM_X, dense
+from tests.keras.odd_fits import compare
+from tests.keras.odd_layers import Counting
 from tests.keras.oracle import keras
 
 ROOT = Path(__file__).parents[2]
