@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outcore.data import write_slides
 from outcore.run.checkpoint.restore import read_weights
 from outcore.train.application import train
 from outcore.train.run_folder.folder import RunFolder
@@ -84,3 +85,20 @@ def table(path: Path, *without: str) -> list[dict[str, str]]:
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+SLIDES = """
+import torch
+from outcore.models import SlideNet
+
+def model():
+    return SlideNet(width=2)
+
+def batch(size):
+    return torch.rand(size, 3, 64, 64), torch.randint(2, (size,))
+"""
+
+
+def slide_job(folder: Path, **options: Any) -> tuple[Path, Path]:
+    (folder / "slides.py").write_text(SLIDES)
+    return folder / "slides.py", write_slides(folder / "data", 4, size=(64, 80), tile=32, **options)
