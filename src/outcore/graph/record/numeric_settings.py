@@ -31,15 +31,15 @@ def _settings() -> tuple[Setting, ...]:
         found += [
             (_torch_c._get_cudnn_enabled, _torch_c._set_cudnn_enabled),
             (_torch_c._get_cudnn_deterministic, _torch_c._set_cudnn_deterministic),
-            *(_precision("cuda", operation) for operation in ("matmul", "conv")),
+            _precision(torch.backends.cuda.matmul),
+            _precision(torch.backends.cudnn.conv),  # type: ignore[attr-defined]
         ]
     return tuple(found)
 
 
-def _precision(backend: str, operation: str) -> Setting:
-    """In which precision an operation on float32 is computed (TF32 or not)."""
-    read, write = _torch_c._get_fp32_precision_getter, _torch_c._set_fp32_precision_setter
-    return lambda: read(backend, operation), lambda value: write(backend, operation, value)
+def _precision(backend: Any) -> Setting:
+    """In which precision operations on float32 are computed (TF32 or not)."""
+    return lambda: backend.fp32_precision, lambda value: setattr(backend, "fp32_precision", value)
 
 
 @cache
