@@ -11,8 +11,7 @@ own code and data, which every call of a step uses, are pushed out with the rest
 brings them back. And what is small is moved along there: a processor learns the branches of a pool over the same small
 image within some runs (63 µs, where images that differ take 144), and in training images differ.
 
-On a GPU the whole cache is filled with something else: kernels that are short enough for the difference to count are
-launched more slowly than they run.
+On a GPU the whole cache is filled with something else, before every call alike.
 
 Timed warm, networks of memory-bound layers come out 10 to 20 % too fast on CPUs and GPUs alike; timed all cold, small
 ones up to 70 % too slow.
@@ -30,7 +29,7 @@ from outcore.cost.costs import Costs
 from outcore.graph import Graph
 
 _CPU_CACHE_BYTES = 64 * 2**20
-"""More than the cores of a processor share, if only a little more in large ones: filling it takes milliseconds."""
+"""As much as the cores of many processors share, or more; touching it takes milliseconds."""
 
 _LEARNED, _MOVED = 2**17, 7919
 """Numbers of a tensor that is small enough to be learned, and by how many they are moved."""
