@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,12 @@ LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # What one test measures is none of another's business.
 os.environ["OUTCORE_CACHE"] = "off"
+
+# What is started in the background of a shell, or with nohup, ignores these, and so would every process of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import settings

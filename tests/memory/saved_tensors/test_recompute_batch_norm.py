@@ -39,6 +39,13 @@ def train(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers())
 
 
+def compare(mine: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    """A tenth of what reassociated allows, by the largest: biases before a norm have gradients of rounding alone."""
+    largest = max(float(t.abs().max()) for t in plain)
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11 * largest)
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_reassociated_gradients_differ_by_rounding_at_most(dims: int, last: bool) -> None:
@@ -49,8 +56,7 @@ def test_reassociated_gradients_differ_by_rounding_at_most(dims: int, last: bool
     twin = copy.deepcopy(model)
     managed_forward = recompute_norms(model, images, "reassociated")
     for _ in range(2):
-        for mine, plain in zip(train(model, images), train(twin, images), strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+        compare(train(model, images), train(twin, images))
     (entry,) = managed_forward.admitted.values()
     assert entry is not None
     assert len(entry.compiled.norms) == 5 and None not in entry.compiled.renorm.orders.values()
@@ -79,8 +85,7 @@ def test_a_norm_and_its_relu_as_one_operation(setting: dict[str, Any], again: bo
         images.grad = None
         got, found = train(model, images), images.grad
         images.grad = None
-        for mine, plain in zip([*got, found], [*want, wanted], strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+        compare([*got, found], [*want, wanted])
 
 
 def test_what_is_looked_at_between_norm_and_relu_stays_apart() -> None:
