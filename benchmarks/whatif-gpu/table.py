@@ -25,7 +25,7 @@ from outcore.whatif.anchor import Anchor
 from outcore.whatif.answer import interval_s
 from outcore.whatif.elsewhere import carried_to
 from outcore.whatif.recorded_step import RecordedStep
-from outcore.whatif.recording import Recording, record_setup
+from outcore.whatif.recording import SetupRecording, record_setup
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
 
@@ -42,7 +42,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def recorded(network: str, question: str) -> Recording:
+def recorded(network: str, question: str) -> SetupRecording:
     setup = TrainingSetup(networks.SHARES[network])
     for technique in parse_techniques(question) if question else ():
         setup = technique.setup(setup)

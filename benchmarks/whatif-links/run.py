@@ -40,7 +40,7 @@ from outcore.machine import Device
 from outcore.machine.probe_cpu import cpu_memory_bytes, cpu_name, measure_copy, measure_dispatch, measure_matmul
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
-from outcore.whatif.recording import Recording, record_setup
+from outcore.whatif.recording import SetupRecording, record_setup
 from outcore.whatif.scaling import LEAST_GAIN
 from outcore.whatif.setup import TrainingSetup
 
@@ -96,14 +96,14 @@ def probes_of(found: dict[str, Any]) -> dict[str, list[list[float]]]:
     }
 
 
-def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ProbedLink) -> float:
+def predicted(recording: SetupRecording, strategy: str, ranks: int, alone_s: float, link: ProbedLink) -> float:
     """A rank's step over the link, from its step alone."""
     weave = data_parallel if strategy == "data_parallel" else sharded
     step = Anchor.of(recording.step, alone_s).apply(recording.step)
     return weave(step, recording, ranks, link).simulate().step_s
 
 
-def predict_again(path: Path, recordings: dict[str, Recording]) -> None:
+def predict_again(path: Path, recordings: dict[str, SetupRecording]) -> None:
     """Predict the cases of a result once more, from the same measurements."""
     document = json.loads(path.read_text())
     for row in document["rows"]:
@@ -174,7 +174,7 @@ def main() -> None:
     summary(rows)
 
 
-def measured(count: int, rate: int, delay: float, recordings: dict[str, Recording]) -> list[dict[str, Any]]:
+def measured(count: int, rate: int, delay: float, recordings: dict[str, SetupRecording]) -> list[dict[str, Any]]:
     """Rows of one link."""
     rows: list[dict[str, Any]] = []
     name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")

@@ -102,7 +102,7 @@ def predict(network: str, size: str, bf16: bool, budgets: Sequence[float]) -> di
     from outcore.compiled.joint_graph import JointGraph
     from outcore.compiled.lifetimes import step_of
     from outcore.compiled.times.host_times import host_and_device_s
-    from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner
+    from outcore.compiled.torch_partitioner import Partitioner, SavedChoice, TracedStep
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def predict(network: str, size: str, bf16: bool, budgets: Sequence[float]) -> di
     rates = rates_of(DEVICE)
     found: dict[float, dict[str, Any]] = {}
 
-    def choose(partition: Partition) -> Choice:
+    def choose(partition: TracedStep) -> SavedChoice:
         graph = JointGraph(partition, rates)
         library = 1e3 * sum(graph.seconds)
         elements = graph.elements
@@ -131,7 +131,7 @@ def predict(network: str, size: str, bf16: bool, budgets: Sequence[float]) -> di
                 kind = str(value.dtype) if isinstance(value, torch.Tensor) else "several"
                 kinds[kind] = kinds.get(kind, 0) + graph.bytes[number]
             found[budget] |= {"peak_bytes": step.peak_bytes, "nodes": len(graph.nodes), "saved": kinds}
-        return Choice(partition.torch_choice(1.0))
+        return SavedChoice(partition.torch_choice(1.0))
 
     described = NETWORKS[network]
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as patches:

@@ -19,7 +19,7 @@ from outcore.compiled.lifetimes import StepOfGraph, step_of
 from outcore.compiled.pieces import Piece, PieceChooser, choice_of
 from outcore.compiled.reserved import Allocator, step_events
 from outcore.compiled.search import Frontier
-from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned
+from outcore.compiled.torch_partitioner import Partitioner, SavedChoice, TracedStep, compile_planned
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from tests.foreign.scalar import scalar
@@ -38,7 +38,7 @@ class Chooser(PieceChooser):
         self.sent = 0
         """Values that left the device, of all pieces."""
 
-    def __call__(self, partition: Partition) -> Choice:
+    def __call__(self, partition: TracedStep) -> SavedChoice:
         """What is saved."""
         if self.generator is not None:
             return self._drawn(partition)
@@ -49,7 +49,7 @@ class Chooser(PieceChooser):
         self.pieces.append(Piece(piece.frontier, chosen, piece.names))
         return choice_of(JointGraph(partition, self.rates), chosen)
 
-    def _drawn(self, partition: Partition) -> Choice:
+    def _drawn(self, partition: TracedStep) -> SavedChoice:
         assert self.generator is not None
         graph, draw = JointGraph(partition, self.rates), self.generator
         keep = [draw.random() < self.place for _ in graph.nodes]

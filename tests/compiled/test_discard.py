@@ -13,7 +13,7 @@ from torch import nn
 from outcore.compiled.discard import discard
 from outcore.compiled.in_place import install_compiled_forward
 from outcore.compiled.settings import CompileSettings
-from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
+from outcore.compiled.torch_partitioner import Partitioner, SavedChoice, TracedStep, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.memory.cuda_graphs.static_grads import GraphGradients
 
@@ -41,10 +41,10 @@ class Chooser:
     def __init__(self) -> None:
         self.graphs = 0
 
-    def __call__(self, partition: Partition) -> Choice:
+    def __call__(self, partition: TracedStep) -> SavedChoice:
         """What torch saves."""
         self.graphs += 1
-        return Choice(partition.torch_choice(1.0))
+        return SavedChoice(partition.torch_choice(1.0))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks for it where Python could not be traced

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import step_of
-from outcore.compiled.torch_partitioner import Partition
+from outcore.compiled.torch_partitioner import TracedStep
 
 ROWS, COLUMNS = 64, 32
 WHOLE, ROW, COLUMN = 4 * ROWS * COLUMNS, 4 * COLUMNS, 4 * ROWS
@@ -25,7 +25,7 @@ def traffic(function: Callable[..., Any], *tensors: torch.Tensor) -> float:
     calls = [n for n in graph.nodes if n.op == "call_function"]
     results = next(n for n in graph.nodes if n.op == "output").all_input_nodes
     kinds = partitioners.get_default_op_list()
-    whole = Partition(
+    whole = TracedStep(
         graph=graph,
         inputs=inputs,
         forward=frozenset([*inputs, *calls]),

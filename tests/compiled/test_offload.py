@@ -25,7 +25,7 @@ from outcore.compiled.pieces import choice_of
 from outcore.compiled.search import search
 from outcore.compiled.settings import CompileSettings
 from outcore.compiled.times.copy_times import copies_back, copies_out
-from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
+from outcore.compiled.torch_partitioner import Partitioner, SavedChoice, TracedStep, compile_planned, compiling
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.graph.strides import is_dense
 from tests.compiled.oracle import LINK
@@ -148,7 +148,7 @@ class Sent:
         self.away, self.early = away, early
         self.step: StepOfGraph | None = None
 
-    def __call__(self, partition: Partition) -> Choice:
+    def __call__(self, partition: TracedStep) -> SavedChoice:
         """What is saved."""
         graph = JointGraph(partition, replace(Rates.of(CPU), link=LINK))
         saved = [graph.index[node] for node in partition.torch_choice(1.0) if node.op == "call_function"]

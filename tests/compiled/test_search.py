@@ -15,7 +15,7 @@ from outcore.compiled.joint_graph import JointGraph, Rates
 from outcore.compiled.lifetimes import Moment, StepOfGraph, step_of
 from outcore.compiled.pieces import choose_together, peak_of
 from outcore.compiled.search import Frontier, search
-from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned
+from outcore.compiled.torch_partitioner import Partitioner, SavedChoice, TracedStep, compile_planned
 
 WIDTH, LAYERS, BATCH = 32, 8, 64
 VALUE = WIDTH * BATCH * 4
@@ -26,9 +26,9 @@ def joint(activation: Callable[[], nn.Module] = nn.Tanh) -> JointGraph:
     """The joint graph of a chain of linear layers, each with an activation."""
     found: list[JointGraph] = []
 
-    def choose(partition: Partition) -> Choice:
+    def choose(partition: TracedStep) -> SavedChoice:
         found.append(JointGraph(partition, Rates.of(torch.device("cpu"))))
-        return Choice(partition.torch_choice(1.0))
+        return SavedChoice(partition.torch_choice(1.0))
 
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), activation()) for _ in range(LAYERS)]
     run = compile_planned(nn.Sequential(*layers).forward, Partitioner(choose), kernels=False)
@@ -76,11 +76,11 @@ def test_what_must_not_run_twice_is_saved_whatever_was_chosen() -> None:
 def test_copies_that_inductor_makes_for_channels_last_are_held_until_their_backward() -> None:
     found: list[JointGraph] = []
 
-    def choose(partition: Partition) -> Choice:
+    def choose(partition: TracedStep) -> SavedChoice:
         if not partition.channels_last:
             pytest.skip("Inductor leaves convolutions as they are here")
         found.append(JointGraph(partition, Rates.of(torch.device("cpu"))))
-        return Choice(partition.torch_choice(1.0))
+        return SavedChoice(partition.torch_choice(1.0))
 
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh())
     images = torch.randn(2, 3, 32, 32)

@@ -13,7 +13,7 @@ import pytest
 from outcore.errors import OutcoreError
 from outcore.explore import supervisor as module
 from outcore.explore.parts import ExploreSettings
-from outcore.explore.supervisor import Limits, Supervisor
+from outcore.explore.supervisor import Supervisor, WorkerLimits
 
 PATIENCE_S = 30
 
@@ -27,7 +27,7 @@ def _small_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 def supervised(
     job: str,
     act: Callable[[Supervisor], Awaitable[None]],
-    limits: Limits = Limits(),  # noqa: B008
+    limits: WorkerLimits = WorkerLimits(),  # noqa: B008
     **options: Any,
 ) -> None:
     """Start a worker on a job, wait until it has said what it has to say, and act."""
@@ -92,19 +92,21 @@ def test_a_plan_by_hand_is_answered_refused_or_given_up() -> None:
         with pytest.raises(OutcoreError, match="being recorded; try again"):
             await supervisor.simulate({}, {})
 
-    supervised("works", act, Limits(answer_s=0.3))
+    supervised("works", act, WorkerLimits(answer_s=0.3))
 
 
 @pytest.mark.parametrize(
     ("job", "limits", "said"),
     [
-        ("wrong", Limits(), "no such layer"),
-        ("dies", Limits(), "exit code 3"),
-        ("blocks", Limits(first_s=0.2), "the job was not recorded within 0.2 s"),
-        ("blocks", Limits(memory_bytes=1 << 20), "it may take 1.0 MiB"),
+        ("wrong", WorkerLimits(), "no such layer"),
+        ("dies", WorkerLimits(), "exit code 3"),
+        ("blocks", WorkerLimits(first_s=0.2), "the job was not recorded within 0.2 s"),
+        ("blocks", WorkerLimits(memory_bytes=1 << 20), "it may take 1.0 MiB"),
     ],
 )
-def test_whatever_happens_to_a_worker_is_said_and_the_last_pieces_stay(job: str, limits: Limits, said: str) -> None:
+def test_whatever_happens_to_a_worker_is_said_and_the_last_pieces_stay(
+    job: str, limits: WorkerLimits, said: str
+) -> None:
     async def act(supervisor: Supervisor) -> None:
         before = dict(supervisor.pieces)
         supervisor.settings, supervisor.limits = ExploreSettings(job), limits
@@ -114,7 +116,7 @@ def test_whatever_happens_to_a_worker_is_said_and_the_last_pieces_stay(job: str,
         assert supervisor.status["kind"] == "broken" and supervisor.pieces == before
         if job == "dies":
             assert "out of luck" in supervisor.trouble["trace"]
-        supervisor.settings, supervisor.limits = ExploreSettings("works"), Limits()
+        supervisor.settings, supervisor.limits = ExploreSettings("works"), WorkerLimits()
         await supervisor.start()
         await settled(supervisor)
         assert supervisor.trouble is None and supervisor.status["kind"] == ""
@@ -124,7 +126,7 @@ def test_whatever_happens_to_a_worker_is_said_and_the_last_pieces_stay(job: str,
 
 def test_a_worker_that_was_started_ahead_takes_over() -> None:
     async def session() -> None:
-        supervisor = Supervisor(ExploreSettings("works"), Limits())
+        supervisor = Supervisor(ExploreSettings("works"), WorkerLimits())
         try:
             await supervisor.start()
             await settled(supervisor)
@@ -157,7 +159,7 @@ def test_a_step_is_run_one_at_a_time_and_what_ends_it_is_said(monkeypatch: pytes
     monkeypatch.setattr(module, "answer_of", answer_of)
 
     async def session() -> None:
-        supervisor = Supervisor(ExploreSettings("works", batch=4), Limits(first_s=7.0, memory_bytes=1 << 30))
+        supervisor = Supervisor(ExploreSettings("works", batch=4), WorkerLimits(first_s=7.0, memory_bytes=1 << 30))
         supervisor.size = (8, 64)
         first = asyncio.ensure_future(supervisor.measure({"a": 1}, 99))
         await asyncio.sleep(0)
@@ -177,5 +179,5 @@ def test_a_step_is_run_one_at_a_time_and_what_ends_it_is_said(monkeypatch: pytes
 
 def test_a_worker_may_take_three_quarters_of_the_machine(tmp_path: Path) -> None:
     installed = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    assert Limits().most_bytes == pytest.approx(0.75 * 1024 * int(installed.split()[1]), rel=1e-3)
-    assert Limits(memory_bytes=5).most_bytes == 5
+    assert WorkerLimits().most_bytes == pytest.approx(0.75 * 1024 * int(installed.split()[1]), rel=1e-3)
+    assert WorkerLimits(memory_bytes=5).most_bytes == 5

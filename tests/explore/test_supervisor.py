@@ -10,7 +10,7 @@ import pytest
 
 from outcore.errors import OutcoreError
 from outcore.explore.parts import ExploreSettings
-from outcore.explore.supervisor import Limits, Supervisor
+from outcore.explore.supervisor import Supervisor, WorkerLimits
 from tests.explore.jobs import SMALL, write
 
 pytestmark = pytest.mark.slow
@@ -38,22 +38,24 @@ async def settled(supervisor: Supervisor, limit_s: float = 90) -> None:
 @pytest.mark.parametrize(
     ("does", "limits", "said"),
     [
-        ("import time; time.sleep(1000)", Limits(first_s=8.0), "not recorded within 8 s"),
-        ("torch.ones(2_000_000_000, device='cpu')", Limits(memory_bytes=2 << 30), "it may take 2.0 GiB"),
+        ("import time; time.sleep(1000)", WorkerLimits(first_s=8.0), "not recorded within 8 s"),
+        ("torch.ones(2_000_000_000, device='cpu')", WorkerLimits(memory_bytes=2 << 30), "it may take 2.0 GiB"),
         (
             "kept = [bytes(bytearray(b'x' * (64 << 20))) for _ in range(90)]",
-            Limits(memory_bytes=2 << 30),
+            WorkerLimits(memory_bytes=2 << 30),
             "it may take",
         ),
-        ("import os; os.abort()", Limits(), "exit code -6"),
+        ("import os; os.abort()", WorkerLimits(), "exit code -6"),
         (
             "import subprocess, time; subprocess.Popen(['sleep', '77777']); time.sleep(99)",
-            Limits(first_s=8.0),
+            WorkerLimits(first_s=8.0),
             "within 8",
         ),
     ],
 )
-def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str, limits: Limits, said: str) -> None:
+def test_limits_end_a_worker_and_the_last_pieces_stay(
+    tmp_path: Path, does: str, limits: WorkerLimits, said: str
+) -> None:
     path = write(tmp_path)
 
     async def session() -> None:
@@ -75,7 +77,7 @@ def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str,
                 await supervisor.simulate({}, {"first": "recompute"})
 
             path.write_text(SMALL)
-            supervisor.limits = Limits()
+            supervisor.limits = WorkerLimits()
             await supervisor.start()
             await settled(supervisor)
             assert supervisor.trouble is None

@@ -16,7 +16,7 @@ from outcore.whatif.anchor import Anchor
 from outcore.whatif.carry_over import carry_costs, wave_ratio
 from outcore.whatif.compiled import compiled_tasks, fused_groups
 from outcore.whatif.elsewhere import carried_to, try_gpus
-from outcore.whatif.recording import Recording, _ratio, _times, record_setup, turned
+from outcore.whatif.recording import SetupRecording, _ratio, _times, record_setup, turned
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
 from outcore.whatif.trial import run_in_turn
@@ -207,7 +207,7 @@ def test_an_estimate_is_corrected_by_what_was_measured_of_another() -> None:
         times = (timing.min_s, timing.median_s, timing.max_s, timing.mean_s)
         return TimedRuns(*(by * t for t in times), 7, by * timing.dispatch_s)
 
-    def measured(of: Recording, by: float) -> Recording:
+    def measured(of: SetupRecording, by: float) -> SetupRecording:
         costs = of.profile.costs
         calls = {
             name: replace(cost, forward=slower(cost.forward, by), backward=slower(cost.backward, by))

@@ -18,7 +18,7 @@ from outcore.whatif.answer import reason_of
 from outcore.whatif.elsewhere import record_on
 from outcore.whatif.links import parse_link
 from outcore.whatif.recording import fused_cost, record_setup
-from outcore.whatif.scaling import Scaling, ScalingPoint, scale_out
+from outcore.whatif.scaling import ScalingPoint, ScalingTable, scale_out
 from outcore.whatif.setup import TrainingSetup, fused, in_channels_last
 from outcore.whatif.trial import _summed, _training_step, run_setup
 from tests.whatif.jobs import images
@@ -26,7 +26,7 @@ from tests.whatif.jobs import images
 MIB = 1 << 20
 
 
-def scaling(*rows: tuple[int, float, float], **more: Any) -> Scaling:
+def scaling(*rows: tuple[int, float, float], **more: Any) -> ScalingTable:
     """Points of so many GPUs with their samples per second and the share of the step that waits."""
     points = []
     for gpus, rate, waits in rows:
@@ -37,7 +37,7 @@ def scaling(*rows: tuple[int, float, float], **more: Any) -> Scaling:
             )
         )
     given = {"weight_bytes": 100 * MIB, "largest_block": ("head", 10 * MIB)} | more
-    return Scaling("job", "v100", "25gbe", "weak", tuple(points), (), **given)
+    return ScalingTable("job", "v100", "25gbe", "weak", tuple(points), (), **given)
 
 
 def test_what_is_hidden_says_how_efficient_it_is_and_whether_gpus_are_filled() -> None:

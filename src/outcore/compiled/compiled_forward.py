@@ -36,8 +36,8 @@ from outcore.compiled.room import Room, library_bytes, refusal, room_of
 from outcore.compiled.settings import CompileSettings
 from outcore.compiled.torch_partitioner import (
     CompilationError,
-    Partition,
     Partitioner,
+    TracedStep,
     compile_planned,
     compiling,
     without_autograd_cache,
@@ -49,7 +49,7 @@ from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.static_grads import GraphGradients
 from outcore.memory.saved_tensors.live_forward import is_looked_at
 
-__all__ = ["CompiledForward", "Entry"]
+__all__ = ["CompiledEntry", "CompiledForward"]
 
 _COMPILATIONS = 4
 _AS_PLANNED = {"layout_optimization": False, "reorder_for_peak_memory": False, "allow_buffer_reuse": False}
@@ -69,7 +69,7 @@ _FASTER = 0.97
 
 
 @dataclass
-class Entry:
+class CompiledEntry:
     """One way of calling the model."""
 
     run: Callable[..., Any]
@@ -98,7 +98,7 @@ class CompiledForward:
         self.offloads = settings.offload and settings.budget_bytes is not None and not self.as_graphs
         self.reservation = Reservation(self.device)
         self.gradients = GraphGradients()
-        self.entries: dict[Hashable, Entry] = {}
+        self.entries: dict[Hashable, CompiledEntry] = {}
         self.corrected_bytes = 0
         self.compile_s = 0.0
         self.least_seen: int | None = None
@@ -176,7 +176,7 @@ class CompiledForward:
         entry.chooser.restart()
         return output
 
-    def _run(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _run(self, entry: CompiledEntry, args: Any, kwargs: Any) -> Any:
         """A forward. What the loop may keep of CUDA graphs, which the next step overwrites, gets its own memory."""
         if not self.as_graphs:
             return entry.run(*args, **kwargs)
@@ -209,7 +209,7 @@ class CompiledForward:
 
     def entry(
         self, budget_bytes: int | None, known: list[Piece] | None = None, *, copies: bool | None = False
-    ) -> Entry:
+    ) -> CompiledEntry:
         """The model, to be compiled when it is called first.
 
         Args:
@@ -225,13 +225,13 @@ class CompiledForward:
         chooser.look = self._look_for_samples if known is None or not known else None
         partitioner = Partitioner(chooser)
         run = compile_planned(self.inner, partitioner, kernels=self.settings.kernels, head=head, **options)
-        return Entry(run, chooser, partitioner)
+        return CompiledEntry(run, chooser, partitioner)
 
-    def _look_for_samples(self, partition: Partition) -> None:
+    def _look_for_samples(self, partition: TracedStep) -> None:
         """Note whether every sample is for itself, in case that the batch has to be divided."""
         self.samples = samples_of(partition, self.given, (*self.model.parameters(), *self.model.buffers()))
 
-    def discard(self, entry: Entry | None = None) -> None:
+    def discard(self, entry: CompiledEntry | None = None) -> None:
         """Give back what was compiled for one way of calling the model, or for all."""
         for each in list(self.entries.values()) if entry is None else [entry]:
             discard(each.partitioner, self.device, each.recorded)
@@ -266,7 +266,7 @@ class CompiledForward:
         known: list[Piece] = []
         asked: list[Any] = []
         needed = 0
-        best: tuple[float, Entry, CompiledPlan] | None = None
+        best: tuple[float, CompiledEntry, CompiledPlan] | None = None
         undecided = None if self.rates.link is not None else False
         spare = min(_GRANULE, (budget or 0) // 100) if self.device.type == "cuda" else 0
         for _ in range(_COMPILATIONS):
@@ -301,7 +301,7 @@ class CompiledForward:
             if budget is None:
                 best = step_s, entry, plan
                 break
-            worse: Entry | None = entry
+            worse: CompiledEntry | None = entry
             if fits and (best is None or step_s < best[0]):
                 worse, best = best[1] if best is not None else None, (step_s, entry, plan)
             if worse is not None:
@@ -324,7 +324,7 @@ class CompiledForward:
 
     def _compiled(
         self, left: int | None, known: list[Piece], copies: bool | None, args: Any, kwargs: Any
-    ) -> tuple[Entry, Tried]:
+    ) -> tuple[CompiledEntry, Tried]:
         """Compile the model for the bytes that are left, and try a step; once more with copies, where it needs them."""
         start = time.perf_counter()
         entry = self.entry(left, known, copies=copies)
@@ -382,7 +382,7 @@ class CompiledForward:
         """Bytes that the allocator reserves for the values of a step whose pieces run by `points`."""
         return peak_of(points) + (0 if self.allocator is None else self.allocator.overhead(points))
 
-    def _try(self, entry: Entry, args: Any, kwargs: Any) -> Tried:
+    def _try(self, entry: CompiledEntry, args: Any, kwargs: Any) -> Tried:
         """Run a few steps, and return the memory and time they took; on failure the entry is discarded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from outcore.compiled.times.host_times import library_work, simple_operation_s
 from outcore.compiled.times.node_times import calibrated_seconds
-from outcore.compiled.torch_partitioner import Partition
+from outcore.compiled.torch_partitioner import TracedStep
 from outcore.cost.measured.in_network_ratio import STREAMED
 from outcore.errors import MachineError
 from outcore.graph.strides import is_dense
@@ -78,7 +78,7 @@ class Rates:
 class JointGraph:
     """The nodes of a joint graph by number, in the order of computing."""
 
-    def __init__(self, partition: Partition, rates: Rates) -> None:
+    def __init__(self, partition: TracedStep, rates: Rates) -> None:
         self.partition, self.rates = partition, rates
         self.nodes: list[fx.Node] = [node for node in partition.graph.nodes if node.op != "output"]
         self.index = index = {node: number for number, node in enumerate(self.nodes)}

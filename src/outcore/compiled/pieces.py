@@ -21,7 +21,7 @@ from outcore.compiled.offload_ops import Reservation
 from outcore.compiled.reserved import Allocator, choose_reserved
 from outcore.compiled.search import Frontier, search
 from outcore.compiled.times.host_times import host_and_device_s
-from outcore.compiled.torch_partitioner import Choice, Partition
+from outcore.compiled.torch_partitioner import SavedChoice, TracedStep
 from outcore.errors import OutcoreError
 
 __all__ = [
@@ -193,14 +193,14 @@ def _of_all(frontiers: Sequence[Frontier], budget_bytes: int) -> list[StepOfGrap
     return None if best is None else list(best)
 
 
-def choice_of(graph: JointGraph, chosen: StepOfGraph) -> Choice:
+def choice_of(graph: JointGraph, chosen: StepOfGraph) -> SavedChoice:
     """A step as torch's partitioner takes it."""
 
     def name(number: int | None) -> str | None:
         return None if number is None else graph.nodes[number].name
 
     copies = [Copies(graph.nodes[way.value].name, name(way.free_after), name(way.fetch_before)) for way in chosen.ways]
-    return Choice([graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)], tuple(copies))
+    return SavedChoice([graph.nodes[i] for i in sorted(chosen.saved | chosen.inputs)], tuple(copies))
 
 
 class PieceChooser:
@@ -228,10 +228,10 @@ class PieceChooser:
         self.known = list(known)
         """Of a compilation before, with what was chosen for them together."""
         self.pieces: list[Piece] = []
-        self.look: Callable[[Partition], None] | None = None
+        self.look: Callable[[TracedStep], None] | None = None
         """Is shown every joint graph before it is chosen for."""
 
-    def __call__(self, partition: Partition) -> Choice:
+    def __call__(self, partition: TracedStep) -> SavedChoice:
         """What is saved of a joint graph."""
         if self.look is not None:
             self.look(partition)

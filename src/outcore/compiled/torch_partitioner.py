@@ -36,10 +36,10 @@ from outcore.compiled.offload_graphs import Copies, insert_copies
 from outcore.errors import OutcoreError
 
 __all__ = [
-    "Choice",
     "CompilationError",
-    "Partition",
     "Partitioner",
+    "SavedChoice",
+    "TracedStep",
     "compile_planned",
     "compiling",
     "support",
@@ -57,7 +57,7 @@ class CompilationError(OutcoreError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Partition:
+class TracedStep:
     """A joint graph as torch's partitioner hands it over, with what each node may be used for."""
 
     graph: fx.Graph
@@ -84,7 +84,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SavedChoice:
     """What the forward hands to the backward."""
 
     saved: list[fx.Node]
@@ -108,7 +108,7 @@ class Partitioner(CustomPartitionerFn):
         choose: from a joint graph to what is saved.
     """
 
-    def __init__(self, choose: Callable[[Partition], Choice]) -> None:
+    def __init__(self, choose: Callable[[TracedStep], SavedChoice]) -> None:
         self.choose = choose
 
     def __call__(
@@ -120,9 +120,9 @@ class Partitioner(CustomPartitionerFn):
         count: int = kwargs["num_fwd_outputs"]
         _install()
         stack = _local.__dict__.setdefault("stack", [])
-        chosen: list[Choice] = []
+        chosen: list[SavedChoice] = []
 
-        def choose(partition: Partition) -> list[fx.Node]:
+        def choose(partition: TracedStep) -> list[fx.Node]:
             chosen.append(self.choose(partition))
             return chosen[-1].saved
 
@@ -191,7 +191,7 @@ def _symbolic(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
 
 
-def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]], count: int) -> Partition:
+def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]], count: int) -> TracedStep:
     kinds = partitioners.get_default_op_list()
     overwritten = _overwritten(graph, info.inputs)
     results = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
@@ -202,7 +202,7 @@ def _partition(graph: fx.Graph, info: Any, theirs: Callable[..., list[fx.Node]],
     for node in graph.nodes:  # in the order of computing: an output of what is fixed is fixed
         if node.op == "call_function" and node not in backward and not _repeatable(node, overwritten, fixed):
             fixed.add(node)
-    return Partition(
+    return TracedStep(
         graph=graph,
         inputs=list(info.inputs),
         forward=forward,

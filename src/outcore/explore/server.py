@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from outcore.errors import OutcoreError
 from outcore.explore.page import explore_page
 from outcore.explore.parts import ExploreSettings, default_folder
-from outcore.explore.supervisor import Limits, Supervisor
+from outcore.explore.supervisor import Supervisor, WorkerLimits
 from outcore.explore.watched_run import watch_run
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ async def _watch(supervisor: Supervisor) -> None:
 class ExploreServer:
     """A server on a free port of this machine, with its address."""
 
-    def __init__(self, settings: ExploreSettings, *, port: int = 0, limits: Limits | None = None) -> None:
+    def __init__(self, settings: ExploreSettings, *, port: int = 0, limits: WorkerLimits | None = None) -> None:
         self.token = secrets.token_urlsafe(18)
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -230,7 +230,7 @@ class ExploreServer:
         except OSError as error:
             self.socket.close()
             raise OutcoreError(f"port {port} of this machine is taken ({error.strerror}); leave out --port") from None
-        self.settings, self.limits = settings, limits or Limits()
+        self.settings, self.limits = settings, limits or WorkerLimits()
 
     @property
     def address(self) -> str:

@@ -21,14 +21,14 @@ from outcore.explore.child_process import answer_of, end, resident_bytes, spawn
 from outcore.explore.parts import ExploreSettings
 from outcore.machine.units import format_bytes
 
-__all__ = ["Limits", "Supervisor"]
+__all__ = ["Supervisor", "WorkerLimits"]
 
 _EVERY_S = 0.25
 _WORKER = "outcore.explore.worker"
 
 
 @dataclass(frozen=True)
-class Limits:
+class WorkerLimits:
     """What a worker may take."""
 
     first_s: float = 180.0
@@ -49,7 +49,7 @@ class Limits:
 class Supervisor:
     """One job, looked at again whenever it is asked to be."""
 
-    def __init__(self, settings: ExploreSettings, limits: Limits = Limits(), *, spare: bool = True) -> None:  # noqa: B008
+    def __init__(self, settings: ExploreSettings, limits: WorkerLimits = WorkerLimits(), *, spare: bool = True) -> None:  # noqa: B008
         self.settings, self.limits = settings, limits
         self.pieces: dict[str, Any] = {}
         self.status: dict[str, str] = {"kind": "busy", "text": "starting"}

@@ -22,13 +22,13 @@ from outcore.errors import MachineError
 from outcore.machine.device import Device
 from outcore.machine.link import HostLink, Link
 
-__all__ = ["Entry", "bus", "default_network", "find", "names", "network"]
+__all__ = ["KnownGPU", "bus", "default_network", "find", "names", "network"]
 
 _MAKERS = re.compile(r"nvidia|amd|geforce|tesla|instinct|radeon|graphics|[^a-z0-9]")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KnownGPU:
     """One row: a GPU with the links that its form factor brings."""
 
     key: str
@@ -47,7 +47,7 @@ def names() -> tuple[str, ...]:
     return tuple(_document()["gpus"])
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> KnownGPU:
     """The row called `name`, by its key, its product name or the name torch reports.
 
     >>> find("NVIDIA A100-SXM4-80GB").key
@@ -110,7 +110,7 @@ def _known() -> dict[str, str]:
 
 
 @functools.cache
-def _entry(key: str) -> Entry:
+def _entry(key: str) -> KnownGPU:
     document = _document()
     row, bus = document["gpus"][key], document["buses"][document["gpus"][key]["bus"]]
     device = Device(
@@ -134,7 +134,7 @@ def _entry(key: str) -> Entry:
         between = Link.symmetric(bandwidth_bytes_per_s=row["link"] * 1e9, latency_s=_PEER_LATENCY_S)
     else:
         between = pinned
-    return Entry(key, device, HostLink(pinned=pinned, pageable=pageable), between, row["source"])
+    return KnownGPU(key, device, HostLink(pinned=pinned, pageable=pageable), between, row["source"])
 
 
 # No datasheet gives these: they are what recent cards and interpreters show, and a probe replaces them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.errors import MachineError
-from outcore.machine.catalogue import Entry, find
+from outcore.machine.catalogue import KnownGPU, find
 from outcore.machine.device import Device
 from outcore.machine.machine import Machine
 from outcore.machine.probe import probe, remembered
@@ -38,7 +38,7 @@ def rated(device: Device) -> Device:
     return next(d for d in (*measured.devices, measured.host) if d is not None and d.kind == device.kind)
 
 
-def _catalogued(device: Device) -> Entry | None:
+def _catalogued(device: Device) -> KnownGPU | None:
     try:
         return find(device.name) if device.kind == "cuda" else None
     except MachineError:

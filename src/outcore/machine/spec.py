@@ -64,7 +64,7 @@ def _splits(word: str) -> Iterator[tuple[int, int, str]]:
         yield 1, int(found[2]), found[1]
 
 
-def _cluster(entry: catalogue.Entry, *, nodes: int, count: int) -> Machine:
+def _cluster(entry: catalogue.KnownGPU, *, nodes: int, count: int) -> Machine:
     if not (1 <= nodes <= _MOST and 1 <= count <= _MOST):
         raise MachineError(f"{nodes} nodes of {count} devices were given; each must be between 1 and {_MOST}")
     network = catalogue.default_network()

@@ -24,7 +24,7 @@ from outcore.stream.execute.execution import update_statistics
 from outcore.stream.execute.tile_run import fork, modes
 from outcore.stream.network import RegionNode
 from outcore.stream.rules.border import sliced
-from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.convolve import ConvolutionRule
 from outcore.stream.rules.normalise import Apply
 from outcore.stream.rules.pointwise import Dropout
 from outcore.stream.rules.pool import MaxPool
@@ -323,7 +323,7 @@ def _readers(layout: SplitLayout, rank: int) -> tuple[dict[str, list[_Reader]], 
         for reader, needs in reads:
             for i, (ref, region) in enumerate(zip(node.operands, needs, strict=False)):
                 if ref.kind == "value" and network.is_streamed(ref.name):
-                    fresh = i == 0 and isinstance(node.rule, Convolution | MaxPool)
+                    fresh = i == 0 and isinstance(node.rule, ConvolutionRule | MaxPool)
                     found.setdefault(ref.name, []).append((reader, i, region, fresh))
     for value in filter(network.is_streamed, layout.extent.boundary):
         if (own := layout.grid.own(network, value, rank)) is not None:

@@ -29,10 +29,10 @@ from outcore.whatif.anchor import Anchor
 from outcore.whatif.clocks import SimulatedStep
 from outcore.whatif.elsewhere import measured_here
 from outcore.whatif.recorded_step import RecordedStep
-from outcore.whatif.recording import Recording, record_setup
+from outcore.whatif.recording import SetupRecording, record_setup
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import Technique, parse_techniques
-from outcore.whatif.trial import Trial, run_in_turn, run_setup
+from outcore.whatif.trial import MeasuredSteps, run_in_turn, run_setup
 
 __all__ = ["Answer", "Answers", "Verdict", "ask"]
 
@@ -60,7 +60,7 @@ class Answer:
     peak_bytes: int
     reason: str
     notes: tuple[str, ...] = ()
-    trial: Trial | None = None
+    trial: MeasuredSteps | None = None
     measured_gain: float | None = None
     not_run: str = ""
     """Why it was not measured, where that was asked for."""
@@ -209,13 +209,17 @@ def ask(
     return Answers(job.name, where.name, shown, tuple(answers), anchor)
 
 
-def _anchor(base: Recording, trial: Trial | None) -> Anchor | None:
+def _anchor(base: SetupRecording, trial: MeasuredSteps | None) -> Anchor | None:
     return None if trial is None else Anchor.of(base.step, trial.step_s, trial.busy_s, trial.issue_s)
 
 
 def _variant(
-    plain: TrainingSetup, techniques: Sequence[Technique], where: Device, estimated: Recording, base: Recording
-) -> Recording:
+    plain: TrainingSetup,
+    techniques: Sequence[Technique],
+    where: Device,
+    estimated: SetupRecording,
+    base: SetupRecording,
+) -> SetupRecording:
     """The job as a question would have it trained, carried from what was measured of it."""
     setup = plain
     for technique in techniques:
@@ -232,13 +236,13 @@ def _simulated(step: RecordedStep, anchor: Anchor | None) -> SimulatedStep:
 
 def _answer(
     question: str,
-    recording: Recording,
+    recording: SetupRecording,
     found: SimulatedStep,
     techniques: Sequence[Technique],
     before: SimulatedStep,
     *,
     anchored: bool,
-    trial: Trial | None = None,
+    trial: MeasuredSteps | None = None,
 ) -> Answer:
     batch = recording.setup.batch
     per_sample, base_per_sample = found.step_s / batch, before.step_s / before.step.batch
@@ -281,7 +285,7 @@ def interval_s(
     return found.step_s / (1 + below_s / found.step_s), found.step_s + above_s
 
 
-def _memory_notes(recording: Recording) -> tuple[str, ...]:
+def _memory_notes(recording: SetupRecording) -> tuple[str, ...]:
     if recording.setup.within is not None or recording.peak_bytes <= recording.device.memory_bytes:
         return ()
     has, needs = format_bytes(recording.device.memory_bytes), format_bytes(recording.peak_bytes)
@@ -328,8 +332,8 @@ def reason_of(before: SimulatedStep, after: SimulatedStep, *, same: bool = False
 
 
 def _trained(
-    plain: TrainingSetup, setup: TrainingSetup, techniques: Sequence[Technique], before: Trial, seconds: float
-) -> tuple[Trial, Trial | None, str]:
+    plain: TrainingSetup, setup: TrainingSetup, techniques: Sequence[Technique], before: MeasuredSteps, seconds: float
+) -> tuple[MeasuredSteps, MeasuredSteps | None, str]:
     """Trials of the job as it is and of a variant, in turn if both fit in memory; or why there is none of the variant.
 
     On a CPU the clock is the process's own, which others do not lengthen, and a second model might not fit.

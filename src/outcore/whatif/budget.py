@@ -13,12 +13,12 @@ from outcore.cost.predicted.rough import without_gaps
 from outcore.machine.units import format_bytes
 from outcore.planner.memory.plan import plan_memory
 from outcore.whatif.recorded_step import RecordedStep, Task
-from outcore.whatif.recording import Recording
+from outcore.whatif.recording import SetupRecording
 
 __all__ = ["budgeted_tasks"]
 
 
-def budgeted_tasks(step: RecordedStep, recording: Recording, budget_bytes: int) -> RecordedStep:
+def budgeted_tasks(step: RecordedStep, recording: SetupRecording, budget_bytes: int) -> RecordedStep:
     """The step with what a budget costs.
 
     Raises:

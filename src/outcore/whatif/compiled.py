@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from outcore.graph import Graph
 from outcore.whatif.recorded_step import RecordedStep, Task
-from outcore.whatif.recording import Recording
+from outcore.whatif.recording import SetupRecording
 
 __all__ = ["FusedGroup", "compiled_tasks", "fused_groups"]
 
@@ -54,7 +54,7 @@ class FusedGroup:
     values: set[str] = field(default_factory=set)
 
 
-def compiled_tasks(step: RecordedStep, recording: Recording) -> RecordedStep:
+def compiled_tasks(step: RecordedStep, recording: SetupRecording) -> RecordedStep:
     """The step as compiled code runs it; the optimizer stays as it is."""
     fusible = _fusible(recording)
     groups = fused_groups(recording.profile.graph, fusible)
@@ -100,7 +100,7 @@ def _entering(step: RecordedStep, time_s: float) -> RecordedStep:
     return step
 
 
-def _fusible(recording: Recording) -> set[str]:
+def _fusible(recording: SetupRecording) -> set[str]:
     costs = recording.profile.costs
     return {
         name

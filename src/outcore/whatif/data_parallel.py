@@ -29,9 +29,17 @@ from dataclasses import dataclass, replace
 from outcore.graph.parts import ancestors
 from outcore.whatif.links import ClusterLink
 from outcore.whatif.recorded_step import Phase, RecordedStep, Task
-from outcore.whatif.recording import Recording
+from outcore.whatif.recording import SetupRecording
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "buckets_of", "buffer_bytes", "data_parallel", "sharded"]
+__all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "GradientBucket",
+    "buckets_of",
+    "buffer_bytes",
+    "data_parallel",
+    "sharded",
+]
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 _UNIT_HOOKS, _PARAMETER_HOOKS = 145, 20
@@ -40,7 +48,7 @@ on one rank of a CPU, with 1 to 8 units of 2 to 8 parameters (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced together."""
 
     parameters: tuple[str, ...]
@@ -49,7 +57,7 @@ class Bucket:
     """The task that makes the last of them."""
 
 
-def gradient_tasks(recording: Recording) -> dict[str, str]:
+def gradient_tasks(recording: SetupRecording) -> dict[str, str]:
     """By parameter: the task of backward that completes its gradient, in the order of completion."""
     graph, costs = recording.profile.graph, recording.profile.costs
     found: dict[str, str] = {}
@@ -67,29 +75,29 @@ def buckets_of(
     *,
     first_bytes: int = FIRST_BUCKET_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """Gradients in their order, closed to a bucket whenever it has reached its size.
 
     >>> made = {"c": "c backward", "b": "b backward", "a": "a backward"}
     >>> [b.parameters for b in buckets_of(made, {"a": 10, "b": 30, "c": 5}, first_bytes=4, bucket_bytes=25)]
     [('c',), ('b',), ('a',)]
     """
-    found: list[Bucket] = []
+    found: list[GradientBucket] = []
     names: list[str] = []
     held, limit = 0, first_bytes
     for name, task in made_by.items():
         names.append(name)
         held += sizes[name]
         if held >= limit:
-            found.append(Bucket(tuple(names), held, task))
+            found.append(GradientBucket(tuple(names), held, task))
             names, held, limit = [], 0, bucket_bytes
     if names:
-        found.append(Bucket(tuple(names), held, list(made_by.values())[-1]))
+        found.append(GradientBucket(tuple(names), held, list(made_by.values())[-1]))
     return found
 
 
 def data_parallel(
-    step: RecordedStep, recording: Recording, ranks: int, link: ClusterLink, *, bucket_bytes: int = BUCKET_BYTES
+    step: RecordedStep, recording: SetupRecording, ranks: int, link: ClusterLink, *, bucket_bytes: int = BUCKET_BYTES
 ) -> RecordedStep:
     """A rank's step with the all-reduces of its gradients."""
     if ranks < 2:
@@ -119,13 +127,13 @@ def data_parallel(
     return _woven(_after_buffers(step, recording, ranks, link), inserted, emptied)
 
 
-def buffer_bytes(recording: Recording) -> int:
+def buffer_bytes(recording: SetupRecording) -> int:
     """Of the model's buffers, which data parallel ranks get from the first one in every step."""
     graph = recording.profile.graph
     return sum(buffer.nbytes for buffer in graph.module.model.buffers()) if graph.executable is not None else 0
 
 
-def _after_buffers(step: RecordedStep, recording: Recording, ranks: int, link: ClusterLink) -> RecordedStep:
+def _after_buffers(step: RecordedStep, recording: SetupRecording, ranks: int, link: ClusterLink) -> RecordedStep:
     """The step, begun when the buffers have come. Those of all types are under way at once: one message, as long as a
     gather of as many bytes."""
     nbytes = buffer_bytes(recording)
@@ -157,7 +165,7 @@ def _woven(step: RecordedStep, inserted: Mapping[str, list[Task]], before_optimi
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class GatheredUnit:
     """A block whose weights are gathered and scattered together."""
 
     block: str
@@ -165,7 +173,7 @@ class Unit:
     parameters: int = 1
 
 
-def units_of(recording: Recording) -> list[Unit]:
+def units_of(recording: SetupRecording) -> list[GatheredUnit]:
     """The blocks that are sharded each for itself: children of the model, and of a child that is a long sequence."""
     graph, costs = recording.profile.graph, recording.profile.costs
     sizes: dict[str, int] = {}
@@ -177,10 +185,10 @@ def units_of(recording: Recording) -> list[Unit]:
         block = _unit_block(recording, costs.calls[name].block)
         sizes[block] = sizes.get(block, 0) + sum(costs.parameters[p] for p in own)
         counts[block] = counts.get(block, 0) + len(own)
-    return [Unit(block, nbytes, counts[block]) for block, nbytes in sizes.items() if nbytes]
+    return [GatheredUnit(block, nbytes, counts[block]) for block, nbytes in sizes.items() if nbytes]
 
 
-def _unit_block(recording: Recording, block: str) -> str:
+def _unit_block(recording: SetupRecording, block: str) -> str:
     """The block of depth 1, or of depth 2 inside a container of several blocks with blocks inside."""
     graph = recording.profile.graph
     line = [path for path in (*ancestors(block), block) if path]
@@ -190,14 +198,14 @@ def _unit_block(recording: Recording, block: str) -> str:
     return line[1] if nested and len(line) > 1 else top
 
 
-def _hook(recording: Recording, unit: Unit, phase: Phase, host: str) -> Task:
+def _hook(recording: SetupRecording, unit: GatheredUnit, phase: Phase, host: str) -> Task:
     """What the host does around a unit: a third of it in forward, and in backward, with the scatter, two thirds."""
     operations = (_UNIT_HOOKS + _PARAMETER_HOOKS * unit.parameters) * (1 if phase == "forward" else 2) / 3
     time_s = operations * (recording.device.dispatch_s or recording.profile.costs.between_s)
     return Task(f"hooks of {unit.block} {phase}", host, time_s, block=unit.block, kind="launch", phase=phase)
 
 
-def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterLink) -> RecordedStep:
+def sharded(step: RecordedStep, recording: SetupRecording, ranks: int, link: ClusterLink) -> RecordedStep:
     """A rank's step with the gathers of its weights and the scatters of its gradients."""
     if ranks < 2:
         return step

@@ -19,7 +19,7 @@ from outcore.errors import MachineError, WhatIfError
 from outcore.job import Job
 from outcore.machine import Device, parse
 from outcore.whatif.carry_over import carry_costs, carry_optimizer
-from outcore.whatif.recording import Recording, record_setup, recorded_tasks
+from outcore.whatif.recording import SetupRecording, record_setup, recorded_tasks
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import Technique
 
@@ -35,7 +35,7 @@ _CALIBRATED_SHARES = (0.94, 1.06)
 """The same on a GPU with a calibration of its own."""
 
 
-def record_on(setup: TrainingSetup, device: Device, *, here: Recording | None = None) -> Recording:
+def record_on(setup: TrainingSetup, device: Device, *, here: SetupRecording | None = None) -> SetupRecording:
     """The recording of a setup on a device that need not be here.
 
     Args:
@@ -54,7 +54,9 @@ def record_on(setup: TrainingSetup, device: Device, *, here: Recording | None = 
     return carried_to(record_setup(setup, parse(_KNOWN_BEST).devices[0]), device)
 
 
-def measured_here(here: Device, device: Device, *, time_limit_s: float = 60.0) -> Callable[[TrainingSetup], Recording]:
+def measured_here(
+    here: Device, device: Device, *, time_limit_s: float = 60.0
+) -> Callable[[TrainingSetup], SetupRecording]:
     """How setups are recorded by measuring them on the device that is here, each carried over to another.
 
     The first one is given the time limit, every other one (another batch, a part of it) half of the one before.
@@ -62,7 +64,7 @@ def measured_here(here: Device, device: Device, *, time_limit_s: float = 60.0) -
     refuse_other_kind(here, device)
     limits_s = (max(_LEAST_S, time_limit_s / 2**n) for n in itertools.count())
 
-    def record(setup: TrainingSetup) -> Recording:
+    def record(setup: TrainingSetup) -> SetupRecording:
         measured = record_setup(setup, here, measured=True, time_limit_s=next(limits_s))
         return record_on(setup, device, here=measured)
 
@@ -77,7 +79,7 @@ def refuse_other_kind(here: Device, device: Device) -> None:
         )
 
 
-def carried_to(recording: Recording, device: Device) -> Recording:
+def carried_to(recording: SetupRecording, device: Device) -> SetupRecording:
     """A recording carried over to another GPU, call by call."""
     if recording.device == device:
         return recording
@@ -146,7 +148,7 @@ def try_gpus(
     *,
     batch: int | None = None,
     techniques: Sequence[Technique] = (),
-    here: Recording | None = None,
+    here: SetupRecording | None = None,
     largest: bool = False,
     prices: Sequence[float] = (),
     epoch_samples: int | None = None,

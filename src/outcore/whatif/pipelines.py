@@ -29,11 +29,11 @@ from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program.plan.document import Plan
 from outcore.whatif.links import ClusterLink
 from outcore.whatif.recorded_step import RecordedStep
-from outcore.whatif.recording import Recording
+from outcore.whatif.recording import SetupRecording
 
 __all__ = ["PipelinePlans", "PipelineStep"]
 
-AskedStep = tuple[Recording, RecordedStep]
+AskedStep = tuple[SetupRecording, RecordedStep]
 """What was recorded of a batch, and its tasks as a question would have them."""
 
 _MOST_STAGES = 8
@@ -58,7 +58,7 @@ class PipelinePlans:
         self._weights: dict[tuple[int, int], tuple[Graph, CallWeights]] = {}
         self._plans: dict[tuple[int, int, str], Plan | str] = {}
 
-    def step(self, recording: Recording, ranks: int, schedule: Schedule) -> PipelineStep | str:
+    def step(self, recording: SetupRecording, ranks: int, schedule: Schedule) -> PipelineStep | str:
         """The step of the best plan of a schedule; or why there is none, in words.
 
         Args:
@@ -81,7 +81,7 @@ class PipelinePlans:
         peak = max(made.predicted.peak_bytes)
         return PipelineStep(made.predicted.time_s + reduce_s, made.predicted.bubble, peak, said)
 
-    def _planned(self, recording: Recording, ranks: int, schedule: Schedule) -> Plan | str:
+    def _planned(self, recording: SetupRecording, ranks: int, schedule: Schedule) -> Plan | str:
         batch = recording.setup.batch
         key = (batch, ranks, schedule)
         if key not in self._plans:
@@ -107,7 +107,7 @@ class PipelinePlans:
         return recording.profile.graph, _weights(recording, step, costs)
 
 
-def asked_costs(recording: Recording, step: RecordedStep) -> Costs:
+def asked_costs(recording: SetupRecording, step: RecordedStep) -> Costs:
     """The costs of calls whose tasks take another time than recorded, or are gone."""
     costs, before = recording.profile.costs, recording.step
     if step is before:
@@ -132,7 +132,7 @@ def _asked(timing: TimedRuns | None, task: str, before: RecordedStep, after: Rec
     return replace(timing.scaled(factor(task)), dispatch_s=timing.dispatch_s * factor(f"launch {task}"))
 
 
-def _weights(recording: Recording, step: RecordedStep, costs: Costs) -> CallWeights:
+def _weights(recording: SetupRecording, step: RecordedStep, costs: Costs) -> CallWeights:
     """Those of a recorded training network, with its update."""
     graph = recording.profile.graph
     weights = replace(
@@ -146,7 +146,7 @@ def _weights(recording: Recording, step: RecordedStep, costs: Costs) -> CallWeig
     return LossAndUpdate((), max(timing.median_s, timing.dispatch_s), kept).added(weights, graph)
 
 
-def _largest_stage_bytes(made: Plan, recording: Recording) -> int:
+def _largest_stage_bytes(made: Plan, recording: SetupRecording) -> int:
     """Gradients of the stage that has most: of several stages, taken as half of all."""
     total = sum(recording.profile.costs.parameters.values())
     return total if len(made.stages) < 2 else total // 2

@@ -34,7 +34,7 @@ from outcore.machine.clock import TimedRuns
 from outcore.whatif.recorded_step import RecordedStep, Task
 from outcore.whatif.setup import TrainingSetup
 
-__all__ = ["Recording", "record", "record_setup", "recorded_tasks"]
+__all__ = ["SetupRecording", "record", "record_setup", "recorded_tasks"]
 
 Progress = Callable[[int, int, str], None]
 _NORM_STREAMED = 0.6
@@ -44,7 +44,7 @@ _BOUND = 20.0
 
 
 @dataclass(frozen=True)
-class Recording:
+class SetupRecording:
     """A setup on a device: its profile, and its step as tasks."""
 
     setup: TrainingSetup
@@ -58,7 +58,7 @@ class Recording:
         """Most memory at once."""
         return self.profile.memory.peak_bytes
 
-    def carried(self, origin: Recording, measured: Recording) -> Recording:
+    def carried(self, origin: SetupRecording, measured: SetupRecording) -> SetupRecording:
         """This estimate, corrected by what was measured: `measured` is of the setup that `origin` is the estimate of.
 
         Calls of the same name take what was measured, times the ratio of this estimate to that of the origin.
@@ -80,7 +80,7 @@ def record_setup(
     measured: bool = False,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
-) -> Recording:
+) -> SetupRecording:
     """Record a setup on a device: by estimate, or by running every call alone where the device is present."""
     graph = captured(setup, device)
     where = "cuda" if device.kind == "cuda" else "cpu"
@@ -94,7 +94,7 @@ def record_setup(
     step = predict_step(graph, costs, optimizer=timing)
     memory = memory_curve(graph, costs, optimizer=_state(setup, device))
     found = Profile(setup.job.name, setup.batch, device, graph, costs, step, memory)
-    return Recording(setup, device, found, timing, recorded_tasks(found, timing, setup.batch))
+    return SetupRecording(setup, device, found, timing, recorded_tasks(found, timing, setup.batch))
 
 
 def record(job: Job, *, device: Device | None = None, batch: int | None = None, measured: bool = False) -> RecordedStep:

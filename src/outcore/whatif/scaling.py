@@ -22,11 +22,11 @@ from outcore.whatif.elsewhere import record_on
 from outcore.whatif.links import ClusterLink
 from outcore.whatif.pipelines import PipelinePlans
 from outcore.whatif.recorded_step import RecordedStep
-from outcore.whatif.recording import Recording
+from outcore.whatif.recording import SetupRecording
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import Technique
 
-__all__ = ["LEAST_GAIN", "STRATEGIES", "Scaling", "ScalingPoint", "scale_out"]
+__all__ = ["LEAST_GAIN", "STRATEGIES", "ScalingPoint", "ScalingTable", "scale_out"]
 
 Strategy = Literal["data_parallel", "sharded", "gpipe", "1f1b", "gems"]
 STRATEGIES: tuple[Strategy, ...] = ("data_parallel", "sharded", "gpipe", "1f1b", "gems")
@@ -58,7 +58,7 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalingTable:
     """Numbers of GPUs, and what each gives."""
 
     job: str
@@ -169,8 +169,8 @@ def scale_out(
     mode: Literal["weak", "strong"] = "weak",
     strategies: Sequence[str] = ("data_parallel", "sharded"),
     techniques: Sequence[Technique] = (),
-    base: Callable[[TrainingSetup], Recording] | None = None,
-) -> Scaling:
+    base: Callable[[TrainingSetup], SetupRecording] | None = None,
+) -> ScalingTable:
     """What a job takes on several numbers of GPUs.
 
     Args:
@@ -204,10 +204,10 @@ def scale_out(
         raise WhatIfError(
             f"a batch of {whole} cannot be divided among {counts[-1]} GPUs; give --batch or use weak scaling"
         )
-    recordings: dict[int, tuple[Recording, RecordedStep]] = {}
+    recordings: dict[int, tuple[SetupRecording, RecordedStep]] = {}
     record = base if base is not None else (lambda setup: record_on(setup, device))
 
-    def recorded(size: int) -> tuple[Recording, RecordedStep]:
+    def recorded(size: int) -> tuple[SetupRecording, RecordedStep]:
         if size not in recordings:
             found = record(replace(asked, size=size))
             step = found.step
@@ -257,7 +257,7 @@ def scale_out(
     weights = sum(costs.parameters.values())
     shown = (job.name, device.name, link.name, mode)
     launch_s = single.busy_s("host") if single.bound_by == "host" else None
-    return Scaling(*shown, tuple(points), tuple(refused), weights, largest, hidden_from, launch_s)
+    return ScalingTable(*shown, tuple(points), tuple(refused), weights, largest, hidden_from, launch_s)
 
 
 def _is_exposed(point: ScalingPoint) -> bool:
@@ -266,7 +266,7 @@ def _is_exposed(point: ScalingPoint) -> bool:
 
 
 def _point(
-    strategy: str, found: Recording, step: RecordedStep, count: int, plans: PipelinePlans, one: float
+    strategy: str, found: SetupRecording, step: RecordedStep, count: int, plans: PipelinePlans, one: float
 ) -> ScalingPoint | str:
     own, link = found.setup.batch, plans.link
     if count == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from outcore.figure import DASHES, Axes, Span, document, legend, line, rectangle, text, time_unit
-from outcore.whatif.scaling import Scaling
+from outcore.whatif.scaling import ScalingTable
 
 __all__ = ["scaling_svg"]
 
@@ -21,7 +21,7 @@ _WIDTH = 860
 _TOP, _TALL = 62, 240
 
 
-def scaling_svg(found: Scaling) -> str:
+def scaling_svg(found: ScalingTable) -> str:
     """Two panels: throughput of every way, beside the ideal; and the step of data parallel training by what it does."""
     body = [text(24, 26, f"{found.job} on {found.device} over {found.link}, {found.mode} scaling", "title")]
     left, seen = _throughput(found)
@@ -33,7 +33,7 @@ def scaling_svg(found: Scaling) -> str:
     return document(_WIDTH, end + 6, [*body, *drawn, *shares])
 
 
-def _throughput(found: Scaling) -> tuple[list[str], list[str]]:
+def _throughput(found: ScalingTable) -> tuple[list[str], list[str]]:
     counts = sorted({p.gpus for p in found.points})
     most = max(p.samples_per_s for p in found.points)
     one = next(p for p in found.points if p.gpus == counts[0])
@@ -55,7 +55,7 @@ def _throughput(found: Scaling) -> tuple[list[str], list[str]]:
     return out, seen
 
 
-def _where(found: Scaling) -> list[str]:
+def _where(found: ScalingTable) -> list[str]:
     points = found.of("data_parallel") or found.of(found.points[0].strategy)
     factor, unit = time_unit(max(p.step_s for p in points))
     most = max(p.step_s for p in points) / factor

@@ -9,7 +9,7 @@ from rich.text import Text
 from outcore.machine import format_bytes, format_time
 from outcore.whatif.answer import Answer, Answers
 from outcore.whatif.elsewhere import Elsewhere
-from outcore.whatif.scaling import Scaling
+from outcore.whatif.scaling import ScalingTable
 
 __all__ = ["answers_table", "gpus_table", "scaling_table"]
 
@@ -58,7 +58,7 @@ def _measured(row: Answer) -> tuple[str, str, str]:
     return format_time(row.trial.step_s), f"{row.measured_gain:.2f}x", f"{row.error:+.1%}"
 
 
-def scaling_table(found: Scaling) -> RenderableType:
+def scaling_table(found: ScalingTable) -> RenderableType:
     """One row per number of GPUs and way to use them, and the verdict."""
     title = f"{found.job} on {found.device} over {found.link}, {found.mode} scaling"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)

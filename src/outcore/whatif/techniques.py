@@ -30,7 +30,7 @@ from outcore.machine import Device
 from outcore.machine.units import parse_budget
 from outcore.whatif.compiled import compiled_tasks
 from outcore.whatif.recorded_step import PHASES, RecordedStep, Task
-from outcore.whatif.recording import Recording
+from outcore.whatif.recording import SetupRecording
 from outcore.whatif.setup import TrainingSetup
 
 __all__ = ["TECHNIQUES", "Technique", "parse_techniques"]
@@ -57,7 +57,7 @@ class Technique:
         """How the job is trained with it."""
         return setup
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         """The recorded step with it."""
         return step
 
@@ -107,7 +107,7 @@ class Compiled(Technique):
     def setup(self, setup: TrainingSetup) -> TrainingSetup:
         return replace(setup, compiled=True)
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         return compiled_tasks(step, recording)
 
 
@@ -136,7 +136,7 @@ class Graphs(Technique):
     def setup(self, setup: TrainingSetup) -> TrainingSetup:
         return replace(setup, cuda_graph=True)
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         launches = step.select(resource="host")
         if not launches:
             return step.noted("graphs: there is no GPU, so no launch to save")
@@ -152,7 +152,7 @@ class Graphs(Technique):
 
 
 @dataclass(frozen=True)
-class Batch(Technique):
+class BatchSize(Technique):
     """Another batch size."""
 
     size: int = 1
@@ -177,7 +177,7 @@ class Within(Technique):
     def setup(self, setup: TrainingSetup) -> TrainingSetup:
         return replace(setup, within=self.budget)
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         from outcore.whatif.budget import budgeted_tasks
 
         return budgeted_tasks(step, recording, parse_budget(self.budget, recording.peak_bytes))
@@ -194,7 +194,7 @@ class FasterLink(Technique):
     runs: ClassVar[bool] = False
     usage: ClassVar[str] = "link=2x"
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         names = [n for resource in ("link", "copy") for n in step.select(resource=resource)]
         if not names:
             return step.noted("nothing of this step crosses a link by itself; ask with several GPUs")
@@ -213,7 +213,7 @@ class Free(Technique):
     usage: ClassVar[str] = "BLOCK=free"
     doubt: ClassVar[float] = 0.0
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         return step.remove(targeted(step, self.target))
 
     def __str__(self) -> str:
@@ -230,7 +230,7 @@ class Scaled(Technique):
     usage: ClassVar[str] = "TARGET:0.5x"
     doubt: ClassVar[float] = 0.0
 
-    def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
+    def tasks(self, step: RecordedStep, recording: SetupRecording) -> RecordedStep:
         chosen = targeted(step, self.target)
         if self.target not in step.resources:  # faster kernels are launched as slowly as before
             chosen = [name for name in chosen if step.tasks[name].kind != "launch"]
@@ -268,7 +268,7 @@ def _dtype(value: str) -> Technique:
 def _batch(value: str) -> Technique:
     if not value.isdecimal() or not 1 <= int(value) <= _MOST_SAMPLES:
         raise WhatIfError(f"batch={value} must be a whole number from 1 to {_MOST_SAMPLES:,}, for example batch=64")
-    return Batch(int(value))
+    return BatchSize(int(value))
 
 
 def _within(value: str) -> Within:

@@ -26,14 +26,14 @@ from outcore.graph.structure import differentiable, sum_loss
 from outcore.machine.clock import synchronize
 from outcore.whatif.setup import TrainingSetup
 
-__all__ = ["Trial", "run_in_turn", "run_setup"]
+__all__ = ["MeasuredSteps", "run_in_turn", "run_setup"]
 
 _WARM_UP = 3
 _LEAST, _MOST = 5, 50
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class MeasuredSteps:
     """What steps of a setup took."""
 
     step_s: float
@@ -49,7 +49,7 @@ class Trial:
     peak_bytes: int | None = None
 
 
-def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> Trial:
+def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> MeasuredSteps:
     """Train a few steps of a setup and time them.
 
     Args:
@@ -69,7 +69,7 @@ def run_in_turn(
     *,
     seconds: float = 3.0,
     ready: Callable[[], None] | None = None,
-) -> tuple[Trial, ...]:
+) -> tuple[MeasuredSteps, ...]:
     """Train several setups for some steps each, a step of one after a step of the other, and time them.
 
     All of them are in memory at the same time.
@@ -110,7 +110,7 @@ def run_in_turn(
         issue = statistics.median(asked) if device == "cuda" else None
         # The processor's clock stands still for milliseconds on some machines: then most short steps take no time.
         step_s = statistics.median(took) or statistics.fmean(took)
-        found.append(Trial(step_s, min(took), max(took), len(took), device, issue, busy, peak))
+        found.append(MeasuredSteps(step_s, min(took), max(took), len(took), device, issue, busy, peak))
     del warm, step
     gc.collect()
     return tuple(found)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outcore.compiled.micro_batch.sample_wise import SampleWise, read_samples, sample_inputs
-from outcore.compiled.torch_partitioner import Choice, Partition, Partitioner, compile_planned, compiling
+from outcore.compiled.torch_partitioner import Partitioner, SavedChoice, TracedStep, compile_planned, compiling
 
 BATCH = 12
 
@@ -19,14 +19,14 @@ def read(function: Callable[..., Tensor], *args: Tensor, whole: SampleWise | Non
     """What is found for a function of some samples; with the whole batch's, whether this does the same."""
     found: list[SampleWise | bool | None] = []
 
-    def choose(partition: Partition) -> Choice:
+    def choose(partition: TracedStep) -> SavedChoice:
         nodes = [n for n in partition.graph.nodes if n in partition.forward or n.op == "placeholder"]
         inputs = sample_inputs(partition.inputs, args, ()) or {}
         if whole is None:
             found.append(None if partition.overwrites else read_samples(nodes, partition.outputs, inputs))
         else:
             found.append(whole.holds_for(nodes, len(args[0])))
-        return Choice(partition.torch_choice(1.0))
+        return SavedChoice(partition.torch_choice(1.0))
 
     torch._dynamo.reset()
     run = compile_planned(function, Partitioner(choose), kernels=False)

@@ -16,7 +16,7 @@ from outcore.ops.region import SlidingWindow, clip, elements
 from outcore.stream import stream
 from outcore.stream.execute.border_padding import window_excess
 from outcore.stream.plan.tiles import plan_tile
-from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.convolve import ConvolutionRule
 from outcore.stream.rules.pool import MaxPool
 from tests.stream.oracle import any_excess, assert_equal_to_plain, with_statistics
 
@@ -63,7 +63,7 @@ def test_almost_nothing_is_copied_for_the_padding_of_a_unet() -> None:
             elements(plan.needs[node.output][0])
             for plan in plans
             for node in stage.nodes
-            if isinstance(node.rule, (Convolution, MaxPool))
+            if isinstance(node.rule, (ConvolutionRule, MaxPool))
             and node.output not in plan.widened
             and node.rule.pads(plan.regions[node.output])
         ]

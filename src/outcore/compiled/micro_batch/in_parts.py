@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.compiled.compiled_forward import CompiledForward, Entry
+from outcore.compiled.compiled_forward import CompiledEntry, CompiledForward
 from outcore.compiled.in_place import forward_of, install
 from outcore.compiled.lifetimes import StepOfGraph
 from outcore.compiled.micro_batch.micro_batches import MicroBatches, divisors
@@ -25,7 +25,7 @@ from outcore.compiled.plan import CompiledPlan
 from outcore.compiled.room import Room
 from outcore.compiled.settings import CompileSettings, Parts
 from outcore.compiled.times.host_times import host_and_device_s
-from outcore.compiled.torch_partitioner import CompilationError, Partition
+from outcore.compiled.torch_partitioner import CompilationError, TracedStep
 from outcore.compiled.trial_step import Tried
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
@@ -83,13 +83,13 @@ class ForwardInParts(CompiledForward):
         self.left = left - self.parts.held_bytes if left is not None else None
         return self.left
 
-    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+    def entry(self, *args: Any, **kwargs: Any) -> CompiledEntry:
         """The model, to be compiled when it is called first."""
         made = super().entry(*args, **kwargs)
         made.chooser.look = self._compare
         return made
 
-    def _compare(self, partition: Partition) -> None:
+    def _compare(self, partition: TracedStep) -> None:
         """Refuse a part that does something else than the whole does."""
         if self.looking_at in self.mixed:
             return
@@ -98,7 +98,7 @@ class ForwardInParts(CompiledForward):
             self.mixed.add(self.looking_at)
             raise OutcoreError("a micro-batch is not treated as the same samples are in the whole batch")
 
-    def _run(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _run(self, entry: CompiledEntry, args: Any, kwargs: Any) -> Any:
         if self.looking_at in self.mixed:
             return entry.run(*args, **kwargs)
         batch = next((t.shape[0] for _, t in leaves((args, kwargs), torch.Tensor) if t.dim()), 1)
@@ -128,7 +128,7 @@ class ForwardInParts(CompiledForward):
         held = self.parts.held_bytes + kept * sum(p.forward_bytes for p in points)
         return super()._reserved(points) + held
 
-    def _try(self, entry: Entry, args: Any, kwargs: Any) -> Tried:
+    def _try(self, entry: CompiledEntry, args: Any, kwargs: Any) -> Tried:
         """What steps take, with fewer parts kept until they are within the budget."""
         self.not_kept = 0
         tried = super()._try(entry, args, kwargs)

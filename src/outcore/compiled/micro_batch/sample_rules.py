@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["Found", "MixedError", "Reading", "Samples", "Uniform", "Where", "name_of", "repeats", "shape_of"]
+__all__ = ["Found", "MixedError", "SampleTracking", "Samples", "Uniform", "Where", "name_of", "repeats", "shape_of"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Uniform:
 UNIFORM = Uniform()
 Where = Samples | Uniform | None
 Found = Where | tuple[Where, ...]
-Rule = Callable[["Reading", fx.Node], Found]
+Rule = Callable[["SampleTracking", fx.Node], Found]
 RULES: dict[str, Rule] = {}
 
 
-class Reading:
+class SampleTracking:
     """What is known of the values that were read so far."""
 
     def __init__(self, batch: int, where: dict[fx.Node, Any]) -> None:
@@ -138,7 +138,7 @@ def _dims(dims: Any, rank: int) -> set[int]:
 
 
 @_rule("where", "clone", "_to_copy", "alias", "detach", "lift_fresh_copy", "masked_fill", "contiguous", "copy")
-def _pointwise(reading: Reading, node: fx.Node) -> Where:
+def _pointwise(reading: SampleTracking, node: fx.Node) -> Where:
     """Every entry is made of the entries at the same place."""
     shape = shape_of(node)
     places: set[tuple[int, int]] = set()
@@ -161,7 +161,7 @@ def _pointwise(reading: Reading, node: fx.Node) -> Where:
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_copy", "squeeze", "unsqueeze", "view_copy", "flatten")
-def _view(reading: Reading, node: fx.Node) -> Where:
+def _view(reading: SampleTracking, node: fx.Node) -> Where:
     """The same entries in the same order."""
     source = node.args[0]
     where = reading.of(source)
@@ -180,7 +180,7 @@ def _view(reading: Reading, node: fx.Node) -> Where:
 
 
 @_rule("as_strided")
-def _as_strided(reading: Reading, node: fx.Node) -> Found:
+def _as_strided(reading: SampleTracking, node: fx.Node) -> Found:
     """A view, where it is one of the whole as it lies."""
     source, made = node.args[0], node.meta["val"]
     there = source.meta["val"]  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ def _as_strided(reading: Reading, node: fx.Node) -> Found:
 
 
 @_rule("permute")
-def _permute(reading: Reading, node: fx.Node) -> Where:
+def _permute(reading: SampleTracking, node: fx.Node) -> Where:
     where = reading.of(node.args[0])
     if not isinstance(where, Samples):
         return where
@@ -199,7 +199,7 @@ def _permute(reading: Reading, node: fx.Node) -> Where:
 
 
 @_rule("expand")
-def _expand(reading: Reading, node: fx.Node) -> Where:
+def _expand(reading: SampleTracking, node: fx.Node) -> Where:
     where = reading.of(node.args[0])
     if not isinstance(where, Samples):
         return where
@@ -208,7 +208,7 @@ def _expand(reading: Reading, node: fx.Node) -> Where:
 
 @_rule("sum", "mean", "prod", "amax", "amin", "var", "std", "var_mean", "any", "all", "argmax", "argmin", "logsumexp")
 @_rule("max", "min", "std_mean", "prepare_softmax_online")
-def _reduction(reading: Reading, node: fx.Node) -> Where | tuple[Where, ...]:
+def _reduction(reading: SampleTracking, node: fx.Node) -> Where | tuple[Where, ...]:
     """Some dimensions become one number, the samples' not among them."""
     source = node.args[0]
     where = _only(reading.of(source))
@@ -227,7 +227,7 @@ def _reduction(reading: Reading, node: fx.Node) -> Where | tuple[Where, ...]:
 
 @_rule("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "rev", "roll", "logcumsumexp")
 @_rule("sort", "topk", "cummax", "cummin")
-def _along(reading: Reading, node: fx.Node) -> Where | tuple[Where, ...]:
+def _along(reading: SampleTracking, node: fx.Node) -> Where | tuple[Where, ...]:
     """Other dimensions are worked along, and keep their place."""
     where = _only(reading.of(node.args[0]))
     rank, name = len(shape_of(node.args[0])), name_of(node)
@@ -241,7 +241,7 @@ def _along(reading: Reading, node: fx.Node) -> Where | tuple[Where, ...]:
 
 
 @_rule("cat")
-def _cat(reading: Reading, node: fx.Node) -> Where:
+def _cat(reading: SampleTracking, node: fx.Node) -> Where:
     parts = node.args[0]
     rank = len(shape_of(node))
     dim = argument_of(node, 1, "dim", 0) % rank
@@ -279,7 +279,7 @@ def repeats(node: object, dim: int) -> bool:
 
 
 @_rule("split", "split_with_sizes", "unbind", "chunk")
-def _split(reading: Reading, node: fx.Node) -> tuple[Where, ...]:
+def _split(reading: SampleTracking, node: fx.Node) -> tuple[Where, ...]:
     where = _only(reading.of(node.args[0]))
     name, rank = name_of(node), len(shape_of(node.args[0]))
     dim = argument_of(node, 1 if name == "unbind" else 2, "dim", 0) % rank
@@ -290,7 +290,7 @@ def _split(reading: Reading, node: fx.Node) -> tuple[Where, ...]:
 
 
 @_rule("slice", "select", "constant_pad_nd", "narrow", "unfold")
-def _part(reading: Reading, node: fx.Node) -> Where:
+def _part(reading: SampleTracking, node: fx.Node) -> Where:
     """A part of other dimensions, or more of them."""
     source = node.args[0]
     where = reading.of(source)
@@ -310,7 +310,7 @@ def _part(reading: Reading, node: fx.Node) -> Where:
 
 
 @_rule("index", "_unsafe_index")
-def _index(reading: Reading, node: fx.Node) -> Where:
+def _index(reading: SampleTracking, node: fx.Node) -> Where:
     """Entries at given places of other dimensions, side by side, the same places for all samples."""
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     where = _only(reading.of(source))
@@ -326,7 +326,7 @@ def _index(reading: Reading, node: fx.Node) -> Where:
 
 
 @_rule("gather")
-def _gather(reading: Reading, node: fx.Node) -> Where:
+def _gather(reading: SampleTracking, node: fx.Node) -> Where:
     """Entries at places that each sample has for itself."""
     source, dim, index = node.args[:3]
     where, places = reading.of(source), reading.of(index)
@@ -339,19 +339,19 @@ def _gather(reading: Reading, node: fx.Node) -> Where:
 
 
 @_rule("embedding")
-def _embedding(reading: Reading, node: fx.Node) -> Where:
+def _embedding(reading: SampleTracking, node: fx.Node) -> Where:
     if reading.of(node.args[0]) is not None:
         raise MixedError(node.name)
     return reading.of(node.args[1])
 
 
 @_rule("mm")
-def _mm(reading: Reading, node: fx.Node) -> Where:
+def _mm(reading: SampleTracking, node: fx.Node) -> Where:
     return _product(reading, node, node.args[0], node.args[1])
 
 
 @_rule("addmm")
-def _addmm(reading: Reading, node: fx.Node) -> Where:
+def _addmm(reading: SampleTracking, node: fx.Node) -> Where:
     where = _product(reading, node, node.args[1], node.args[2])
     added, sizes = reading.of(node.args[0]), shape_of(node.args[0])
     back = where.dim - 2
@@ -362,7 +362,7 @@ def _addmm(reading: Reading, node: fx.Node) -> Where:
     raise MixedError(node.name)
 
 
-def _product(reading: Reading, node: fx.Node, one: object, two: object) -> Samples:
+def _product(reading: SampleTracking, node: fx.Node, one: object, two: object) -> Samples:
     """Rows times a matrix that all share, or a shared matrix times columns."""
     left, right = reading.of(one), reading.of(two)
     if isinstance(left, Samples) and right is None and left.dim == 0:
@@ -373,7 +373,7 @@ def _product(reading: Reading, node: fx.Node, one: object, two: object) -> Sampl
 
 
 @_rule("bmm")
-def _bmm(reading: Reading, node: fx.Node) -> Where:
+def _bmm(reading: SampleTracking, node: fx.Node) -> Where:
     """A product for each of many matrices: samples among these, or as rows or columns of one side."""
     one, two = node.args[:2]
     left, right = reading.of(one), reading.of(two)
@@ -402,7 +402,7 @@ def _bmm(reading: Reading, node: fx.Node) -> Where:
     "replication_pad2d",
     "_low_memory_max_pool2d_with_offsets",
 )
-def _over_pixels(reading: Reading, node: fx.Node) -> Where | tuple[Where, ...]:
+def _over_pixels(reading: SampleTracking, node: fx.Node) -> Where | tuple[Where, ...]:
     """Layers over pixels treat every image for itself, and all alike."""
     where = _only(reading.of(node.args[0]))
     batched = len(shape_of(node.args[0])) >= 4 or name_of(node) == "convolution"
@@ -413,7 +413,7 @@ def _over_pixels(reading: Reading, node: fx.Node) -> Where | tuple[Where, ...]:
 
 
 @_rule("native_layer_norm", "native_group_norm")
-def _norm(reading: Reading, node: fx.Node) -> tuple[Where, ...]:
+def _norm(reading: SampleTracking, node: fx.Node) -> tuple[Where, ...]:
     """Norms within a sample."""
     where = _only(reading.of(node.args[0]))
     rank = len(shape_of(node.args[0]))
@@ -426,7 +426,7 @@ def _norm(reading: Reading, node: fx.Node) -> tuple[Where, ...]:
 @_rule("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 @_rule("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")
 @_rule("_scaled_dot_product_fused_attention_overrideable")
-def _attention(reading: Reading, node: fx.Node) -> tuple[Where, ...]:
+def _attention(reading: SampleTracking, node: fx.Node) -> tuple[Where, ...]:
     """Attention within each sequence of the batch."""
     found = {reading.of(each) for each in node.args[:3]}
     if found != {Samples(0)}:
@@ -446,5 +446,5 @@ def _attention(reading: Reading, node: fx.Node) -> tuple[Where, ...]:
 
 @_rule("full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_full")
 @_rule("new_ones", "new_empty", "inductor_random", "inductor_lookup_seed")
-def _like(reading: Reading, node: fx.Node) -> Where:
+def _like(reading: SampleTracking, node: fx.Node) -> Where:
     return UNIFORM

@@ -28,15 +28,15 @@ from torch import fx
 from outcore.compiled.micro_batch.sample_rules import (
     Found,
     MixedError,
-    Reading,
     Samples,
+    SampleTracking,
     Uniform,
     Where,
     name_of,
     repeats,
     shape_of,
 )
-from outcore.compiled.torch_partitioner import Partition
+from outcore.compiled.torch_partitioner import TracedStep
 
 __all__ = ["SampleWise", "read_samples", "sample_inputs", "samples_of"]
 
@@ -113,7 +113,7 @@ def sample_inputs(
     return found
 
 
-def samples_of(partition: Partition, given: Sequence[torch.Tensor], own: Iterable[torch.Tensor]) -> SampleWise | None:
+def samples_of(partition: TracedStep, given: Sequence[torch.Tensor], own: Iterable[torch.Tensor]) -> SampleWise | None:
     """The forward of a joint graph, if every sample is for itself in it; arguments as of `sample_inputs`."""
     inputs = sample_inputs(partition.inputs, given, own)
     if partition.overwrites or not inputs:
@@ -135,7 +135,7 @@ def read_samples(
     batch = next(iter(inputs.values()), 0)
     if batch < 2:
         return None
-    reading = Reading(batch, {node: Samples(0) for node in inputs})
+    reading = SampleTracking(batch, {node: Samples(0) for node in inputs})
     steps = []
     try:
         for node in nodes:

@@ -23,7 +23,7 @@ import torch
 from outcore.graph.record.recording import Ref
 from outcore.ops.registry import names
 from outcore.stream.network import RegionNetwork, RegionNode
-from outcore.stream.rules.convolve import Convolution, Finished
+from outcore.stream.rules.convolve import ConvolutionRule, Finished
 from outcore.stream.rules.normalise import Affine, Frozen
 from outcore.stream.rules.pointwise import Pointwise
 
@@ -42,7 +42,7 @@ def fold(network: RegionNetwork) -> None:
         before = nodes.get(node.operands[0].name)
         if (
             before is not None
-            and isinstance(before.rule, Convolution)
+            and isinstance(before.rule, ConvolutionRule)
             and uses[before.output] == 1
             and before.call not in network.contexts
             and all(r.kind == "state" for r in before.operands[1:])
@@ -65,13 +65,13 @@ def finish(network: RegionNetwork) -> None:
             continue
         type_ = network.graph.blocks[network.graph.calls[node.call].block].type
         before = nodes.get(node.operands[0].name) if node.operands[0].kind == "value" else None
-        if before is None or not isinstance(rule := before.rule, Convolution) or uses[before.output] != 1:
+        if before is None or not isinstance(rule := before.rule, ConvolutionRule) or uses[before.output] != 1:
             continue
         if not before.absorbed or (isinstance(rule, Finished) and rule.relu):
             continue  # not folded, or already at its end
         made = (
-            Finished(**{f.name: getattr(rule, f.name) for f in fields(Convolution)})
-            if type(rule) is Convolution
+            Finished(**{f.name: getattr(rule, f.name) for f in fields(ConvolutionRule)})
+            if type(rule) is ConvolutionRule
             else rule
         )
         if type_ in _RELU and isinstance(made, Finished):
@@ -106,7 +106,7 @@ def _adds(node: RegionNode, type_: str) -> bool:
 
 
 def _folded(network: RegionNetwork, conv: RegionNode, norm: RegionNode, frozen: Frozen) -> list[RegionNode]:
-    assert isinstance(conv.rule, Convolution)
+    assert isinstance(conv.rule, ConvolutionRule)
     statistics = norm.operands[1:]
     count = len(statistics)
     weight = conv.operands[1]

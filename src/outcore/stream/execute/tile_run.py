@@ -26,7 +26,7 @@ from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.tiles import TilePlan
 from outcore.stream.rules.border import sliced
-from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.convolve import ConvolutionRule
 from outcore.stream.rules.pool import MaxPool
 
 
@@ -91,7 +91,7 @@ def _readers(stage: TilePass, plan: TilePlan) -> dict[str, list[_Reader]]:
     for node in stage.nodes:
         for i, (ref, region) in enumerate(zip(node.operands, plan.needs.get(node.output, ()), strict=False)):
             if ref.kind == "value":
-                fresh = i == 0 and isinstance(node.rule, (Convolution, MaxPool))
+                fresh = i == 0 and isinstance(node.rule, (ConvolutionRule, MaxPool))
                 found.setdefault(ref.name, []).append((node.output, i, region, fresh))
     return found
 

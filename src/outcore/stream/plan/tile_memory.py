@@ -36,7 +36,7 @@ from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.prepared import PreparedStream
 from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 from outcore.stream.rules.border import sliced
-from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.convolve import ConvolutionRule
 from outcore.stream.rules.pool import MaxPool
 
 _WORTH_TRYING = 0.6
@@ -116,7 +116,9 @@ def _extremes(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePl
 def held_elements(stage: TilePass, plan: TilePlan) -> int:
     """Elements in all values of a tile, and in the copies that padding makes."""
     copied = (n for n in stage.nodes if n.output in plan.needs and n.output not in plan.widened)
-    padded = (n for n in copied if isinstance(n.rule, (Convolution, MaxPool)) and n.rule.pads(plan.regions[n.output]))
+    padded = (
+        n for n in copied if isinstance(n.rule, (ConvolutionRule, MaxPool)) and n.rule.pads(plan.regions[n.output])
+    )
     return plan.elements() + sum(elements(plan.needs[n.output][0]) for n in padded)
 
 

@@ -12,13 +12,13 @@ import torch
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Border, Interval, Region, sizes
 from outcore.stream.call import NotStreamable, PlainRule, RuleContext, StreamCall, rule
-from outcore.stream.rules.border import Reading
+from outcore.stream.rules.border import BorderedRegion
 from outcore.stream.rules.pointwise import Pointwise
-from outcore.stream.rules.reshape import Reshape
+from outcore.stream.rules.reshape import ReshapeRule
 
 
 @dataclass(frozen=True)
-class Permute(PlainRule):
+class PermuteRule(PlainRule):
     """Dimensions in another order; new ones of size one may appear, and those of size one may be dropped."""
 
     operands: tuple[Ref, ...]
@@ -58,7 +58,7 @@ class Padding(PlainRule):
     operands: tuple[Ref, ...]
     low: tuple[int, ...]
     """Per dimension, for the last ones."""
-    reading: Reading
+    reading: BorderedRegion
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """What lies inside."""
@@ -111,7 +111,7 @@ class Shuffle:
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "unsqueeze", "squeeze", "T", "mT", "t")
-def _permute(call: StreamCall) -> Permute:
+def _permute(call: StreamCall) -> PermuteRule:
     source = call.input()
     shape = call.shapes(source)
     rest = [*call.args[1:], *call.kwargs.values()]
@@ -131,14 +131,14 @@ def _permute(call: StreamCall) -> Permute:
         # Number the dimensions by sizes no other has, and see where they go.
         numbered = torch.empty([d + 2 for d in dims], device="meta")
         order = [n - 2 for n in call.target(numbered, *rest).shape]
-    return Permute((source,), shape, tuple(order))
+    return PermuteRule((source,), shape, tuple(order))
 
 
 @rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
-def _reshape(call: StreamCall) -> Reshape:
+def _reshape(call: StreamCall) -> ReshapeRule:
     if call.type == "view" and any(isinstance(a, torch.dtype) for a in call.args):
         raise NotStreamable("it reads the bytes as another dtype")
-    return Reshape((call.input(),), call.shapes(call.input()), call.shape)
+    return ReshapeRule((call.input(),), call.shapes(call.input()), call.shape)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _pad(call: StreamCall) -> Padding:
     shape = call.shapes(source)
     if math.prod(call.shape) == 0:
         raise NotStreamable("nothing is left")
-    return Padding((source,), low, Reading(shape[len(shape) - len(low) :], border, value))
+    return Padding((source,), low, BorderedRegion(shape[len(shape) - len(low) :], border, value))
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")

@@ -18,7 +18,7 @@ from outcore.stream.execute.map_store import memory_format
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class BorderedRegion:
     """Intervals of the last dimensions of a tensor that may reach beyond it."""
 
     shape: tuple[int, ...]

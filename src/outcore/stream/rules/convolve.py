@@ -23,7 +23,7 @@ from outcore.ops.region import Region, SlidingWindow, TransposedWindow, whole
 from outcore.ops.registry import kinds
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess, worthwhile
-from outcore.stream.rules.border import Reading, sliced
+from outcore.stream.rules.border import BorderedRegion, sliced
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -65,11 +65,11 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Convolution(Kernel):
+class ConvolutionRule(Kernel):
     """A sliding window with a weight; the crop is padded only where the image ends."""
 
     windows: tuple[SlidingWindow, ...]
-    reading: Reading
+    reading: BorderedRegion
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
@@ -110,7 +110,7 @@ class Convolution(Kernel):
 
 
 @dataclass(frozen=True)
-class Finished(Convolution):
+class Finished(ConvolutionRule):
     """A convolution with what follows it: the shift, a sum with a skip, a ReLU."""
 
     relu: bool = False
@@ -196,7 +196,7 @@ class TransposedConvolution(Kernel):
 
 
 @rule(*kinds("convolution"))
-def _convolution(call: StreamCall) -> Convolution:
+def _convolution(call: StreamCall) -> ConvolutionRule:
     given = call.given()
     border: Any = getattr(call.module, "padding_mode", "zeros")
     operands = tuple(r for r in (given[n] for n in ("input", "weight", "bias")) if r is not None)
@@ -213,7 +213,7 @@ def _convolution(call: StreamCall) -> Convolution:
         low = each(padding, count)
     pixels = shapes[0][-count:]
     windows = tuple(SlidingWindow(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True))
-    return Convolution(operands, shapes, windows, Reading(pixels, border), stride, dilation, given["groups"])
+    return ConvolutionRule(operands, shapes, windows, BorderedRegion(pixels, border), stride, dilation, given["groups"])
 
 
 @rule(*kinds("transposed convolution"))

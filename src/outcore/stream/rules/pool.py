@@ -15,7 +15,7 @@ from outcore.ops.region import AdaptiveWindow, Interval, Region, SlidingWindow
 from outcore.ops.registry import kinds, spatial_dims
 from outcore.stream.call import NotStreamable, PlainRule, Reduction, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.execute.border_padding import WidenedInput, windows_excess
-from outcore.stream.rules.border import Reading
+from outcore.stream.rules.border import BorderedRegion
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean
 
@@ -27,7 +27,7 @@ _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 class _Sliding(PlainRule):
     operands: tuple[Ref, ...]
     windows: tuple[SlidingWindow, ...]
-    reading: Reading
+    reading: BorderedRegion
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The pixels under the windows; as many channels as are wanted."""
@@ -154,10 +154,10 @@ def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ..
     return source, tuple(SlidingWindow(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True)), given
 
 
-def max_windows(call: StreamCall) -> tuple[tuple[Ref, ...], tuple[SlidingWindow, ...], Reading]:
+def max_windows(call: StreamCall) -> tuple[tuple[Ref, ...], tuple[SlidingWindow, ...], BorderedRegion]:
     """What a maximum pool is bound to."""
     source, windows, _ = _windows(call, spatial_dims(call.type))
-    return (source,), windows, Reading(tuple(w.size for w in windows), "constant", float("-inf"))
+    return (source,), windows, BorderedRegion(tuple(w.size for w in windows), "constant", float("-inf"))
 
 
 @rule(*kinds("average pool"))
@@ -166,7 +166,7 @@ def _average_pool(call: StreamCall) -> AveragePool:
     return AveragePool(
         (source,),
         windows,
-        Reading(tuple(w.size for w in windows)),
+        BorderedRegion(tuple(w.size for w in windows)),
         tuple(w.low for w in windows),
         given["count_include_pad"],
         given.get("divisor_override"),

@@ -26,7 +26,7 @@ Group = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Reshape:
+class ReshapeRule:
     """The same elements in row-major order under another shape."""
 
     operands: tuple[Ref, ...]
