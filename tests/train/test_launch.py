@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,21 @@ def test_ranks_that_others_start_meet_by_the_users_secret(tmp_path: Path, launch
             assert process.returncode == 0, said
     assert (tmp_path / "run" / "report.html").is_file()
     assert (tmp_path / "settings" / "outcore" / "secret").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+def test_ranks_of_a_torchrun_that_is_killed_save_and_leave(tmp_path: Path) -> None:
+    job = write_job(tmp_path, stop_at=(3,), how="os.environ['RANK'] == '0' and os.kill(os.getppid(), signal.SIGKILL)")
+    job.write_text(job.read_text().replace("nn.BatchNorm1d(16), ", ""))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train = ["-m", "outcore", "train", "job.py", "--device", "cpu", "--out", "run", "--epochs", "100000"]
+    with (tmp_path / "said").open("w") as said:
+        subprocess.run([*torchrun, *train], cwd=tmp_path, stdout=said, stderr=said, timeout=200)
+    owner, deadline = tmp_path / "run" / ".owner", time.monotonic() + 60
+    while owner.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not owner.exists(), (tmp_path / "said").read_text()  # rank 0 is gone, and not by force
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_a_rank_is_told_what_torchrun_would_tell_it_and_the_secret() -> None:

@@ -28,7 +28,8 @@ from outcore.job import Job
 from outcore.machine.units import parse_budget
 from outcore.program.plan.document import Plan
 from outcore.run.checkpoint.restore import has_checkpoint
-from outcore.run.ranks.parent_death import end_with_parent, launcher_pid
+from outcore.run.ranks.parent_death import end_with_parent, launcher_pid, started_by_torchrun
+from outcore.run.ranks.rendezvous import say_that_it_failed
 from outcore.run.ranks.world import identify
 from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
 from outcore.train.examples.supply import ExampleSupply, find_supply, with_batch
@@ -41,7 +42,7 @@ from outcore.train.run_folder.experiment import describe
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.owner import owning
-from outcore.train.runners.build import build_runner
+from outcore.train.runners.build import TIMEOUT_S, build_runner
 from outcore.train.runners.step_loss import default_loss
 from outcore.train.scored_output import check_asked, chosen, output_shapes
 from outcore.train.settings.config import Config
@@ -63,10 +64,23 @@ def train(config: Config, console: Console) -> int:
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
     stop_request, parent = StopRequest(), launcher_pid()
-    with listening(stop_request, prints=first_rank()):
+    with listening(stop_request, prints=first_rank()), _telling_others():
         if parent is not None:
             end_with_parent(parent)()
+        elif started_by_torchrun():
+            end_with_parent(os.getppid())()
         return _train(config, console, stop_request)
+
+
+@contextlib.contextmanager
+def _telling_others() -> Iterator[None]:
+    """What fails on this rank before it has met the others is told to them; they would wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if (identity := identify(os.environ)) is not None:
+            say_that_it_failed(identity, error, TIMEOUT_S)
+        raise
 
 
 def _check_names(config: Config) -> None:

@@ -53,6 +53,18 @@ def test_variables_of_launchers_are_read() -> None:
     assert identify({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 
+def test_mpirun_over_several_hosts_is_told_the_first_of_them() -> None:
+    two = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(EngineError, match=r"4 ranks, 2 of them on this host.*mpirun -x MASTER_ADDR="):
+        identify(two)
+    assert identify(two | {"MASTER_ADDR": "node07"}).address == "node07"  # type: ignore[union-attr]
+    assert identify(two | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).address == "127.0.0.1"  # type: ignore[union-attr]
+    for size, here in (("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"), ("PMI_SIZE", "MPI_LOCALNRANKS")):
+        rank = size.replace("SIZE", "RANK")
+        with pytest.raises(EngineError, match="MASTER_ADDR"):
+            identify({rank: "0", size: "2", here: "1"})
+
+
 @pytest.mark.slow
 def test_ranks_are_launched_from_python() -> None:
     oracle = plain("unet", 4)

@@ -54,6 +54,45 @@ def test_ranks_of_one_launcher_meet_again_at_the_same_port() -> None:
         assert said.split("\n")[:3] == [str([[turn, 0], [turn, 1]]) for turn in range(3)]
 
 
+FAILS = """
+import os, sys, time
+from outcore.errors import EngineError, OutcoreError
+from outcore.run.ranks.rendezvous import say_that_it_failed
+from outcore.run.ranks.world import World, identify
+rank, failing = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(sys.argv[1])
+began = time.monotonic()
+try:
+    if rank == failing:
+        raise EngineError("no such table\\nwith a second line")
+    time.sleep(0.5)  # it plans
+    World.join(timeout_s=100.0)
+except OutcoreError as error:
+    say_that_it_failed(identify(os.environ), error, 100.0)
+    print(error, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_before_it_has_met_the_others_tells_them(failing: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(3):
+        env = os.environ | {
+            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "3", "MASTER_PORT": str(port),
+            "OUTCORE_SECRET": "0123456789abcdef" * 4, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        }  # fmt: skip
+        words = [sys.executable, "-c", FAILS, str(failing)]
+        started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for rank, process in enumerate(started):
+        said, _ = process.communicate(timeout=90.0)  # they would wait 100 s for each other
+        assert process.returncode == 3, said
+        expected = "no such table\nwith" if rank == failing else f"rank {failing} of 3 could not start: no such table\n"
+        assert said.startswith(expected), said
+
+
 @pytest.mark.parametrize("worlds", [1, 2])
 def test_a_rank_that_waits_at_the_store_of_the_world_before_looks_for_the_next(
     worlds: int, monkeypatch: pytest.MonkeyPatch

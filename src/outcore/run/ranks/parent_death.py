@@ -25,6 +25,11 @@ def launcher_pid() -> int | None:
     return int(given) if given.isdigit() else None
 
 
+def started_by_torchrun() -> bool:
+    """Whether torchrun's agent is the parent of this process: ranks that it started go on when it is killed."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def end_with_parent(parent: int) -> Callable[[], None]:
     """A function for a child to call as soon as it can: it will get SIGTERM when its parent is gone."""
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from outcore.errors import EngineError
+from outcore.errors import EngineError, OutcoreError
 from outcore.run.ranks.store import StoreServer, new_secret
 from outcore.run.ranks.store_client import StoreClient
 
@@ -92,15 +92,32 @@ class Rendezvous:
             threading.Thread(target=server.close, args=(_LINGER_S,), name="outcore store", daemon=True).start()
 
 
-def meet(identity: LauncherEnvironment, timeout_s: float) -> Rendezvous:
-    """Rendezvous with the other ranks that a launcher started."""
+def say_that_it_failed(identity: LauncherEnvironment, error: Exception, timeout_s: float) -> None:
+    """Tell the other ranks why this one will not come, in a thread: the others would wait for it.
+
+    Does nothing if this rank has met the others already: from then on, they watch each other. The process ends when all
+    of them know, or after `timeout_s`.
+    """
+    if _joined:
+        return
+
+    def tell() -> None:
+        with contextlib.suppress(OutcoreError, ConnectionError, OSError):
+            meet(identity, timeout_s, failure=said).leave(failed=True)
+
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    threading.Thread(target=tell, name="outcore failed").start()
+
+
+def meet(identity: LauncherEnvironment, timeout_s: float, *, failure: str = "") -> Rendezvous:
+    """Rendezvous with the other ranks that a launcher started; `failure` is why this one will do nothing more."""
     global _joined
     _joined += 1  # all ranks join as often, so a second world does not find the addresses of the first
     prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}/"
     secret = find_secret()
     if given := os.environ.get(ADDRESS):
         address, _, port = given.rpartition(":")
-        there = _enter(identity, secret, address, int(port), timeout_s, prefix, is_there=True)
+        there = _enter(identity, secret, address, int(port), timeout_s, prefix, True, failure)
         return Rendezvous(there, store_rank=None)
     server = None
     address, number = identity.address, identity.port
@@ -111,7 +128,7 @@ def meet(identity: LauncherEnvironment, timeout_s: float) -> Rendezvous:
         )
     elif identity.rank == 0:
         server = _still_there(address, number) or _serve(secret, address, number)
-    return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix), server)
+    return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix, False, failure), server)
 
 
 def _still_there(address: str, port: int) -> StoreServer | None:
@@ -125,13 +142,15 @@ def _still_there(address: str, port: int) -> StoreServer | None:
     return None
 
 
-def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: float) -> None:
-    """Wait until every rank is here; raises naming one that is not."""
-    store.set(f"here/{identity.rank}", "")
+def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: float, failure: str) -> None:
+    """Wait until every rank is here; raises naming one that is not, or that came to say why it failed."""
+    store.set(f"here/{identity.rank}", failure)
     deadline = time.monotonic() + timeout_s
     for rank in range(identity.size):
         try:
             store.wait([f"here/{rank}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+            if not failure and (why := store.get(f"here/{rank}").decode()):
+                raise EngineError(f"rank {rank} of {identity.size} could not start: {why}")
         except dist.DistStoreError:
             raise EngineError(
                 f"rank {rank} of {identity.size} has not come within {timeout_s:.0f} s; was it started, and does it "
@@ -189,6 +208,7 @@ def _enter(
     timeout_s: float,
     prefix: str,
     is_there: bool = False,
+    failure: str = "",
 ) -> StoreClient:
     """The store, when all ranks are there. One that breaks off meanwhile may be that of the world before, on its way
     out: then the next one is looked for."""
@@ -197,7 +217,10 @@ def _enter(
         left = max(1.0, deadline - time.monotonic())
         try:
             store = StoreClient(secret, address, port, timeout_s=left, is_there=is_there, prefix=prefix)
-            _wait_for_all(identity, store, left)
+            if failure and (is_there or identity.rank > 0):  # the store stays without this rank
+                store.set(f"here/{identity.rank}", failure)
+            else:
+                _wait_for_all(identity, store, left, failure)
             return store
         except ConnectionError as error:
             if is_there or _joined < 2 or time.monotonic() > deadline:

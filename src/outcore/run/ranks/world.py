@@ -32,6 +32,12 @@ _LAUNCHERS = (
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
+_RANKS_HERE = {
+    "Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MVAPICH": "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPICH": "MPI_LOCALNRANKS",
+}
+"""How many ranks mpirun started on this host: it says nothing of where the others are."""
 _PORT = 29500
 _EXCHANGED_BYTES = 4096
 """Of what every rank sends to every other; more is added up by gloo."""
@@ -47,7 +53,7 @@ def identify(variables: Mapping[str, str]) -> LauncherEnvironment | None:
     """
     for launcher, rank, size, local in _LAUNCHERS:
         if rank in variables and (count := _number(variables, size, 1)) > 1:
-            address = variables.get("MASTER_ADDR") or _first_host(launcher, variables)
+            address = variables.get("MASTER_ADDR") or _first_host(launcher, count, variables)
             port = _number(variables, "MASTER_PORT", _port(variables))
             mine, here = _number(variables, rank, 0), _number(variables, local, 0)
             if not (0 <= mine < count and 0 < port < 65_536):
@@ -66,7 +72,14 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     return int(given)
 
 
-def _first_host(launcher: str, variables: Mapping[str, str]) -> str:
+def _first_host(launcher: str, count: int, variables: Mapping[str, str]) -> str:
+    """The host of rank 0, where the launcher says which it is."""
+    here = _number(variables, _RANKS_HERE.get(launcher, ""), count)
+    if here < count:
+        raise EngineError(
+            f"{launcher} started {count} ranks, {here} of them on this host, and does not say where rank 0 is; give "
+            "its host's address: mpirun -x MASTER_ADDR=node07 ..., or export MASTER_ADDR before"
+        )
     if variables.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
     if launcher == "SLURM" and (nodes := variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")):

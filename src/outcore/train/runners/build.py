@@ -31,7 +31,7 @@ from outcore.train.start import RunForecast, device_here, forecast
 
 __all__ = ["build_runner"]
 
-_TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0
 """After which a silent rank ends the run."""
 
 
@@ -49,7 +49,7 @@ def build_runner(
         apart: whether every rank has an example of its own, of whatever size; `first` is then one of them.
     """
     if apart:
-        return _replicas(config, job, expected, first, folder, World.join(timeout_s=_TIMEOUT_S))
+        return _replicas(config, job, expected, first, folder, World.join(timeout_s=TIMEOUT_S))
     staged = config.plan.file is not None and Plan.load(config.plan.file).stream is None
     if identify(os.environ) is not None or staged:
         return _engine(config, job, expected, first, folder)
@@ -83,7 +83,7 @@ def _engine(
 ) -> tuple[PlainRunner | EngineRunner, RunForecast]:
     from outcore.run import Engine
 
-    world = World.join(timeout_s=_TIMEOUT_S)
+    world = World.join(timeout_s=TIMEOUT_S)
     plan = _agreed(config, expected, world)
     if plan is None:
         one = _one_share(first, world.size)
@@ -103,7 +103,7 @@ def _engine(
         accumulate=settings.accumulate,
         seed=settings.seed,
         device=settings.device,
-        timeout_s=_TIMEOUT_S,
+        timeout_s=TIMEOUT_S,
     )
     predicted = plan.predicted
     decided = ("plan", f"{plan.arrangement}, on {world.size} ranks")
