@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     job = outcore.Job.load(
         write(tmp_path, "from neighbour_of_job import WIDTH\n" + GOOD.replace("width=8", "width=WIDTH"))
     )
+    assert job.capture().values["0#0:out"].shape == (4, 6)
+
+
+def test_a_file_may_import_its_neighbours_when_its_functions_are_called(tmp_path: Path) -> None:
+    write(tmp_path, "WIDTH = 6\n", "late_neighbour_of_job.py")
+    late = "def model():\n    from late_neighbour_of_job import WIDTH as width\n"
+    job = outcore.Job.load(write(tmp_path, GOOD.replace("def model(width=8):\n", late)))
     assert job.capture().values["0#0:out"].shape == (4, 6)
 
 
@@ -180,3 +188,28 @@ def test_a_file_of_another_kind_is_refused_with_what_is_needed(tmp_path: Path) -
     (tmp_path / "slides.csv").write_text("path,label\n")
     with pytest.raises(JobError, match=r"slides\.csv is not a Python file; give one with model\(\) and batch\(size\)"):
         Job.load(str(tmp_path / "slides.csv"))
+
+
+def test_classes_of_a_file_find_the_module_that_they_are_of(tmp_path: Path) -> None:
+    """Dataclasses whose annotations are strings, `typing.get_type_hints` and pickle look it up by its name."""
+    (tmp_path / "hints.py").write_text(
+        "from __future__ import annotations\n"
+        "import pickle, typing\n"
+        "from dataclasses import dataclass\n"
+        "import torch\n\n"
+        "@dataclass\nclass Config:\n    width: int = 3\n    kind: typing.ClassVar[str] = 'x'\n\n"
+        "def model():\n"
+        "    assert typing.get_type_hints(Config)['width'] is int\n"
+        "    return torch.nn.Linear(4, pickle.loads(pickle.dumps(Config())).width)\n\n"
+        "def batch(size):\n    return torch.zeros(size, 4)\n"
+    )
+    assert Job.load(str(tmp_path / "hints.py")).build().out_features == 3
+
+
+def test_a_file_that_was_changed_within_a_second_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "quick.py"
+    text = GOOD.replace("8", "{}")
+    for width in (3, 5, 7):
+        file.write_text(text.format(width))
+        os.utime(file, (10**9, 10**9))
+        assert Job.load(str(file)).build()[0].out_features == width

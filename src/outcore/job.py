@@ -17,10 +17,12 @@ import ast
 import contextlib
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,23 +205,39 @@ class Job:
             raise JobError(f"{what}({given}) of {self.name} failed{_place(error)}: {_first_line(error)}") from error
 
 
+class _JobLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a job's file each time it is loaded.
+
+    Python recognizes compiled files by the size of the source and the second of its last change: a job that was changed
+    within a second (``lr=0.1`` to ``lr=0.2``) would run as it was before.
+    """
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """The code of the file as it is now."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _from_file(path: Path, values: dict[str, Any]) -> Job:
     if not path.is_file():
         raise JobError(f"no file {path}; write one with these two functions:\n\n{_EXAMPLE}")
-    spec = importlib.util.spec_from_file_location(f"outcore_job_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise JobError(f"{path} is not a Python file; give one with model() and batch(size), like job.py")
+    name = f"outcore_job_{path.stem}"
+    spec = importlib.util.spec_from_loader(name, _JobLoader(name, str(path)))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if _has_keras(text := path.read_text(encoding="utf-8", errors="replace")):
         settle_triton(text)
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # and stays, as for a script: model() may import its neighbours when it is called
+        sys.path.insert(0, folder)
+    sys.modules[name] = module  # dataclasses, typing and pickle look up the module of a class by its name
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that ends the program must not end it as a success
+        del sys.modules[name]
         said = f"{path} cannot be imported{_place(error)}: {_first_line(error)}"
         raise JobError(said + (_hidden_package(path, error) or _missing_package(error))) from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer", "dataset")}
     for name, function in functions.items():
         if function is None and name in ("model", "batch"):
