@@ -128,7 +128,12 @@ def meet(identity: LauncherEnvironment, timeout_s: float, *, failure: str = "") 
         )
     elif identity.rank == 0:
         server = _still_there(address, number) or _serve(secret, address, number)
-    return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix, False, failure), server)
+    try:
+        return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix, False, failure), server)
+    except BaseException:
+        if server is not None:  # others may still have to read there why this run does not begin
+            server.close(_LINGER_S)
+        raise
 
 
 def _still_there(address: str, port: int) -> StoreServer | None:
@@ -142,20 +147,31 @@ def _still_there(address: str, port: int) -> StoreServer | None:
     return None
 
 
-def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: float, failure: str) -> None:
-    """Wait until every rank is here; raises naming one that is not, or that came to say why it failed."""
+def _wait_for_all(
+    identity: LauncherEnvironment, store: StoreClient, timeout_s: float, failure: str, runs_store: bool
+) -> None:
+    """Wait until every rank is here; raises naming one that is not, or that came to say why it failed.
+
+    The rank that runs the store hears of a failure only when all are here: the later ones read it in its store.
+    """
     store.set(f"here/{identity.rank}", failure)
     deadline = time.monotonic() + timeout_s
+    said = ""
     for rank in range(identity.size):
         try:
             store.wait([f"here/{rank}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
-            if not failure and (why := store.get(f"here/{rank}").decode()):
-                raise EngineError(f"rank {rank} of {identity.size} could not start: {why}")
         except dist.DistStoreError:
             raise EngineError(
-                f"rank {rank} of {identity.size} has not come within {timeout_s:.0f} s; was it started, and does it "
+                said
+                or f"rank {rank} of {identity.size} has not come within {timeout_s:.0f} s; was it started, and does it "
                 "still run?"
             ) from None
+        if not failure and not said and (why := store.get(f"here/{rank}").decode()):
+            said = f"rank {rank} of {identity.size} could not start: {why}"
+            if not runs_store:
+                break
+    if said:
+        raise EngineError(said)
 
 
 def meet_over(world: World, timeout_s: float) -> Rendezvous:
@@ -213,16 +229,22 @@ def _enter(
     """The store, when all ranks are there. One that breaks off meanwhile may be that of the world before, on its way
     out: then the next one is looked for."""
     deadline = time.monotonic() + timeout_s
+    runs_store = identity.rank == 0 and not is_there
     while True:
         left = max(1.0, deadline - time.monotonic())
+        store = None
         try:
             store = StoreClient(secret, address, port, timeout_s=left, is_there=is_there, prefix=prefix)
-            if failure and (is_there or identity.rank > 0):  # the store stays without this rank
+            if failure and not runs_store:  # the store stays without this rank
                 store.set(f"here/{identity.rank}", failure)
             else:
-                _wait_for_all(identity, store, left, failure)
+                _wait_for_all(identity, store, left, failure, runs_store)
             return store
-        except ConnectionError as error:
+        except (ConnectionError, OutcoreError) as error:
+            if store is not None:
+                store.close()
+            if isinstance(error, OutcoreError):
+                raise
             if is_there or _joined < 2 or time.monotonic() > deadline:
                 raise _unreachable(identity, address, port, error) from error
         time.sleep(_AGAIN_S)
