@@ -223,7 +223,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     if path.suffix != ".py":
         raise JobError(f"{path} is not a Python file; give one with model() and batch(size), like job.py")
     name = f"outcore_job_{path.stem}"
-    spec = importlib.util.spec_from_loader(name, _JobLoader(name, str(path)))
+    spec = importlib.util.spec_from_file_location(name, path, loader=_JobLoader(name, str(path.absolute())))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if _has_keras(text := path.read_text(encoding="utf-8", errors="replace")):
