@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,9 @@ def nothing_left_on_the_device(request: pytest.FixtureRequest) -> None:
 def nothing_left_behind() -> Iterator[None]:
     """A test that leaks a thread, a launcher's variable or a setting of torch's fails itself, not its neighbours."""
     variables, threads, settings = _launcher_variables(), set(threading.enumerate()), _settings_of_torch()
+    searched = list(sys.path)
     yield
+    sys.path[:] = searched  # the folder of a job's file stays on it
     assert _launcher_variables() == variables
     assert _settings_of_torch() == settings
     leaked = [t for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,29 @@ def test_a_file_may_import_its_neighbours_when_its_functions_are_called(tmp_path
     late = "def model():\n    from late_neighbour_of_job import WIDTH as width\n"
     job = outcore.Job.load(write(tmp_path, GOOD.replace("def model(width=8):\n", late)))
     assert job.capture().values["0#0:out"].shape == (4, 6)
+
+
+def test_files_of_two_folders_import_each_its_own_neighbours(tmp_path: Path) -> None:
+    own = "def model():\n    pickle.dumps(Own())  # which is looked up in its module by name\n"
+    text = "import pickle\nfrom parts.shape import WIDTH as width\nclass Own: pass\n" + GOOD.replace(
+        "def model(width=8):\n", own
+    )
+    jobs = []
+    for width in (5, 6):
+        folder = tmp_path / str(width)
+        (folder / "parts").mkdir(parents=True)
+        write(folder / "parts", "", "__init__.py")
+        write(folder / "parts", f"WIDTH = {width}\n", "shape.py")
+        jobs.append(outcore.Job.load(write(folder, text)))
+        assert jobs[-1].build()[0].out_features == width
+    assert [job.build()[0].out_features for job in jobs] == [5, 6]
+
+
+def test_a_file_that_cannot_be_imported_leaves_nothing_on_the_path(tmp_path: Path) -> None:
+    before = list(sys.path)
+    with pytest.raises(JobError):
+        outcore.Job.load(write(tmp_path, "import no_such_package_anywhere\n"))
+    assert sys.path == before
 
 
 def test_a_class_with_shapes_and_arguments() -> None:

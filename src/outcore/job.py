@@ -20,6 +20,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -55,6 +56,8 @@ _INSTALLED_AS = {
     "yaml": "PyYAML",
 }
 """Packages that pip knows by another name than Python."""
+_FOLDERS: set[str] = set()
+"""Of the files that were loaded."""
 _CALLED = {"batch": "size", "loss": "output, target", "dataset": "split"}
 """What outcore gives functions of a job; a sweep gives ``model`` and ``optimizer`` more."""
 
@@ -222,22 +225,25 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         raise JobError(f"no file {path}; write one with these two functions:\n\n{_EXAMPLE}")
     if path.suffix != ".py":
         raise JobError(f"{path} is not a Python file; give one with model() and batch(size), like job.py")
-    name = f"outcore_job_{path.stem}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path, loader=_JobLoader(name, str(path.absolute())))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if _has_keras(text := path.read_text(encoding="utf-8", errors="replace")):
         settle_triton(text)
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # and stays, as for a script: model() may import its neighbours when it is called
-        sys.path.insert(0, folder)
+    _forget_neighbours_of_other_jobs(folder)
+    searched = list(sys.path)
+    sys.path[:] = [folder, *(p for p in searched if p != folder)]  # and stays: model() may import when it is called
     sys.modules[name] = module  # dataclasses, typing and pickle look up the module of a class by its name
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that ends the program must not end it as a success
         del sys.modules[name]
+        sys.path[:] = searched
         said = f"{path} cannot be imported{_place(error)}: {_first_line(error)}"
         raise JobError(said + (_hidden_package(path, error) or _missing_package(error))) from error
+    _FOLDERS.add(folder)
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer", "dataset")}
     for name, function in functions.items():
         if function is None and name in ("model", "batch"):
@@ -261,6 +267,22 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         size=getattr(module, "size", 1),
         settings=_taken(build),
     )
+
+
+def _module_name(path: Path) -> str:
+    """Under which a job's file is imported: no other file is, so that the classes of each stay those of its own."""
+    names = (f"outcore_job_{path.stem}{f'_{n}' if n else ''}" for n in itertools.count())
+    return next(n for n in names if n not in sys.modules or sys.modules[n].__file__ == str(path.absolute()))
+
+
+def _forget_neighbours_of_other_jobs(folder: str) -> None:
+    """Let a file import its own neighbours, where one of the same name was imported beside another job before."""
+    for top in {name.partition(".")[0] for name in sys.modules}:
+        file = Path(getattr(sys.modules.get(top), "__file__", None) or "")
+        where = file.parent.parent if file.name == "__init__.py" else file.parent
+        if str(where) in _FOLDERS - {folder} and importlib.machinery.PathFinder.find_spec(top, [folder]):
+            for name in [name for name in sys.modules if name.partition(".")[0] == top]:
+                del sys.modules[name]
 
 
 def _missing_package(error: BaseException) -> str:

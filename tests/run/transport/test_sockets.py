@@ -44,12 +44,13 @@ def test_strangers_are_cut_off_and_take_nobodys_place() -> None:
         assert not enter(wrong, b"another secret", sockets._PURPOSE)
     with _line(listener) as of_the_store:  # it knows the secret, and meant to reach the store
         assert not enter(of_the_store, SECRET.encode())
+    answers = []
     for token in (secrets.token_bytes(16), TOKEN, TOKEN):  # of another meeting, the right one, the same rank again
-        line = _line(listener)
-        assert enter(line, SECRET.encode(), sockets._PURPOSE)
-        line.sendall(token + sockets._WHO.pack(3))
-        held.append(line)
-    assert [_answer(line) for line in held[3:]] == [b"", b"=", b""]
+        held.append(_line(listener))
+        assert enter(held[-1], SECRET.encode(), sockets._PURPOSE)
+        held[-1].sendall(token + sockets._WHO.pack(3))
+        answers.append(_answer(held[-1]))
+    assert answers == [b"", b"=", b""]
     came = listener.close()
     assert set(came) == {3}
     for line in (*held, *came.values()):
