@@ -165,7 +165,7 @@ def measured(rate: int, delay: float) -> list[dict[str, Any]]:
     for row in rows:
         row["alone_s"], row["measured_s"] = (statistics.median(row[f"{n}_all_s"]) for n in ("alone", "measured"))
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
-        row["predicted_helps"] = helps(RANKS, row["alone_s"], row["predicted_s"])
+        row["predicted_helps"] = helps(RANKS, row["alone_s"], row["predicted_s"], row["strategy"])
         row["measured_helps"] = helps(RANKS, row["alone_s"], row["measured_s"])
         show(row)
     return rows

@@ -38,10 +38,10 @@ from worker import SIZES
 
 from outcore.machine import Device
 from outcore.machine.probe_cpu import cpu_memory_bytes, cpu_name, measure_copy, measure_dispatch, measure_matmul
+from outcore.whatif import scaling_table
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
 from outcore.whatif.recording import SetupRecording, record_setup
-from outcore.whatif.scaling import LEAST_GAIN
 from outcore.whatif.setup import TrainingSetup
 
 HERE = Path(__file__).parent
@@ -56,6 +56,7 @@ LINKS = [
 ]
 ROUNDS = (int(os.environ.get("ROUNDS", "9")), 5)
 """Of a fast and of a slow link."""
+SAID = {True: "yes", False: "no", None: "too close"}
 CASES = [(network, strategy) for network in NETWORKS for strategy in ("data_parallel", "sharded")]
 
 
@@ -110,24 +111,26 @@ def predict_again(path: Path, recordings: dict[str, SetupRecording]) -> None:
         link = link_of(row["probe"], row["ranks"], row["link"], row["cores"])
         row["predicted_s"] = predicted(recordings[row["network"]], row["strategy"], row["ranks"], row["alone_s"], link)
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
-        row["predicted_helps"] = helps(row["ranks"], row["ranks"] * row["alone_s"], row["predicted_s"])
+        row["predicted_helps"] = helps(row["ranks"], row["ranks"] * row["alone_s"], row["predicted_s"], row["strategy"])
         row["measured_helps"] = helps(row["ranks"], row["ranks"] * row["alone_s"], row["measured_s"])
         show(row)
     path.write_text(json.dumps(document, indent=1) + "\n")
     summary(document["rows"])
 
 
-def helps(ranks: int, alone_s: float, together_s: float) -> bool:
-    """Whether ranks bring more samples a second than one of them, by as much as `outcore whatif` asks for: both times
-    are of the samples that all ranks take in a step."""
-    return alone_s / together_s > 1 + LEAST_GAIN * (ranks - 1)
+def helps(ranks: int, alone_s: float, together_s: float, strategy: str | None = None) -> bool | None:
+    """Whether ranks bring more samples a second than one of them, as `outcore whatif` says it: by a measured step, or
+    by the interval of a step that is predicted for a strategy; None where that is too close to say. Both times are of
+    the samples that all ranks take in a step."""
+    low, high = scaling_table.SHARES[strategy] if strategy is not None else (1.0, 1.0)
+    return scaling_table.helps(ranks, alone_s / (together_s * high), alone_s / (together_s * low))
 
 
 def show(row: dict[str, Any]) -> None:
     print(
         f"| {row['ranks']} | {row['link']} | {row['network']} | {row['strategy']} | {row['alone_s'] * 1e3:.0f} ms | "
         f"{row['predicted_s'] * 1e3:.0f} ms | {row['measured_s'] * 1e3:.0f} ms | {row['error']:+.1%} | "
-        f"{'yes' if row['predicted_helps'] else 'no'} | {'yes' if row['measured_helps'] else 'no'} |",
+        f"{SAID[row['predicted_helps']]} | {SAID[row['measured_helps']]} |",
         flush=True,
     )
 
@@ -137,8 +140,12 @@ def summary(rows: list[dict[str, Any]]) -> None:
         return
     errors = sorted(abs(row["error"]) for row in rows)
     right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
+    unsaid = sum(row["predicted_helps"] is None for row in rows)
     median = statistics.median(errors)
-    print(f"{len(rows)} cases, median error {median:.1%}, worst {errors[-1]:.1%}, verdict right in {right}")
+    print(
+        f"{len(rows)} cases, median error {median:.1%}, worst {errors[-1]:.1%}, "
+        f"verdict right in {right}, too close to say in {unsaid}"
+    )
 
 
 def one_core() -> Device:
@@ -191,7 +198,7 @@ def measured(count: int, rate: int, delay: float, recordings: dict[str, SetupRec
                 "ranks": count, "link": name, "network": network, "strategy": strategy, "cores": every["cores"],
                 "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
                 "error": predicted_s / real["step_s"] - 1,
-                "predicted_helps": helps(count, count * alone["step_s"], predicted_s),
+                "predicted_helps": helps(count, count * alone["step_s"], predicted_s, strategy),
                 "measured_helps": helps(count, count * alone["step_s"], real["step_s"]), "probe": probe,
                 "alone_all_s": alone["all_s"], "measured_all_s": real["all_s"],
                 "alone_core_s": alone["core_s"], "measured_core_s": real["core_s"],

@@ -16,7 +16,8 @@ from outcore.whatif import pipelines
 from outcore.whatif.elsewhere import measured_here, record_on
 from outcore.whatif.links import ClusterLink, parse_link
 from outcore.whatif.recording import record_setup
-from outcore.whatif.scaling import ScalingPoint, scale_out
+from outcore.whatif.scaling import scale_out
+from outcore.whatif.scaling_table import ScalingPoint
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
 from tests.whatif.jobs import images

@@ -1,4 +1,4 @@
-"""Sentences about numbers of GPUs, of points that are given; and setups that train as a plain loop does."""
+"""What is said of a step and what sets its pace; and setups that train as a plain loop does."""
 
 from __future__ import annotations
 
@@ -13,73 +13,13 @@ from torch import nn
 import outcore
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import WhatIfError
-from outcore.machine import Device, parse
+from outcore.machine import parse
 from outcore.whatif.answer import reason_of
 from outcore.whatif.elsewhere import record_on
-from outcore.whatif.links import parse_link
 from outcore.whatif.recording import fused_cost, record_setup
-from outcore.whatif.scaling import ScalingPoint, ScalingTable, scale_out
 from outcore.whatif.setup import TrainingSetup, fused, in_channels_last
 from outcore.whatif.trial import _summed, _training_step, run_setup
 from tests.whatif.jobs import images
-
-MIB = 1 << 20
-
-
-def scaling(*rows: tuple[int, float, float], **more: Any) -> ScalingTable:
-    """Points of so many GPUs with their samples per second and the share of the step that waits."""
-    points = []
-    for gpus, rate, waits in rows:
-        step_s = 64 * gpus / rate
-        points.append(
-            ScalingPoint(
-                gpus, "data_parallel", 64 * gpus, step_s, rate, rate / gpus / rows[0][1], step_s, 0.0, waits * step_s
-            )
-        )
-    given = {"weight_bytes": 100 * MIB, "largest_block": ("head", 10 * MIB)} | more
-    return ScalingTable("job", "v100", "25gbe", "weak", tuple(points), (), **given)
-
-
-def test_what_is_hidden_says_how_efficient_it_is_and_whether_gpus_are_filled() -> None:
-    said = scaling((1, 100.0, 0.0), (2, 199.0, 0.0), (4, 396.0, 0.01)).verdict()
-    assert said == "up to 4 GPUs over 25gbe the all-reduce of 100.0 MiB of gradients is hidden: 99% efficiency."
-    said = scaling((1, 100.0, 0.0), (4, 200.0, 0.0), largest_block=("head", 60 * MIB)).verdict()
-    assert "gradients (60.0 MiB of them in head) is hidden, but 64 samples do not fill a GPU: 50% efficiency." in said
-    assert "say nothing" in scaling((2, 1.0, 0.0)).verdict().replace("says", "say")
-
-
-def test_what_is_not_hidden_says_from_where_on_and_whether_more_gpus_help() -> None:
-    said = scaling((1, 100.0, 0.0), (2, 198.0, 0.0), (4, 300.0, 0.25), (8, 600.0, 0.3)).verdict()
-    assert said.startswith(
-        "beyond 2 GPUs over 25gbe the all-reduce of 100.0 MiB of gradients is no longer hidden: 4 wait"
-    )
-    assert said.endswith("; each GPU more still helps, at 75% efficiency with 8.")
-    said = scaling((1, 100.0, 0.0), (2, 99.0, 0.5), (4, 90.0, 0.8), hidden_from=256).verdict()
-    assert said.startswith("beyond 1 GPU over") and "; 2 GPUs train no faster than 1" in said
-    assert said.endswith(". With a batch of 256 on each GPU it would be hidden.")
-    assert "; 2 GPUs train slower than 1" in scaling((1, 100.0, 0.0), (2, 60.0, 0.5)).verdict()
-
-
-def test_a_host_that_sets_the_pace_is_named_beside_the_link() -> None:
-    rows = ((1, 100.0, 0.0), (2, 150.0, 0.3))
-    without, bound = scaling(*rows).verdict(), scaling(*rows, launch_s=0.9).verdict()
-    assert "host" not in without and bound.startswith(without)
-    assert "the host sets the pace: it issues calls for 900 ms, the GPU works 640 ms of it" in bound
-    job, link = images(2), parse_link("25gbe")
-    small = scale_out(job, [1, 2], link, device=parse("h200").devices[0])
-    assert small.launch_s == pytest.approx(small.of("data_parallel")[0].step_s, rel=0.2)
-    cpu = scale_out(job, [1, 2], link, device=Device("a processor", "cpu", 8 << 30, 20e9, {"fp32": 1e11}))
-    assert cpu.launch_s is None and "host" not in cpu.verdict()
-
-
-def test_the_best_way_of_a_number_of_gpus_is_the_fastest() -> None:
-    found = scaling((1, 100.0, 0.0), (2, 150.0, 0.0))
-    faster = replace(found.points[1], strategy="gpipe", samples_per_s=160.0)
-    both = replace(found, points=(*found.points, faster))
-    assert both.best(2) is faster and [p.gpus for p in both.of("data_parallel")] == [1, 2]
-    with pytest.raises(WhatIfError, match=r"8 GPUs were not asked for; known are \[1, 2\]"):
-        both.best(8)
-    assert found.helps() == {2: True} and scaling((1, 100.0, 0.0), (2, 100.0, 0.0)).helps() == {2: False}
 
 
 def test_channels_are_innermost_in_weights_and_images_and_nowhere_else() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from outcore.figure import DASHES, Axes, Span, document, legend, line, rectangle, text, time_unit
-from outcore.whatif.scaling import ScalingTable
+from outcore.whatif.scaling_table import ScalingTable
 
 __all__ = ["scaling_svg"]
 
@@ -22,7 +22,7 @@ _TOP, _TALL = 62, 240
 
 
 def scaling_svg(found: ScalingTable) -> str:
-    """Two panels: throughput of every way, beside the ideal; and the step of data parallel training by what it does."""
+    """Two panels: throughput of every way with its interval, beside the ideal; and what a data parallel step does."""
     body = [text(24, 26, f"{found.job} on {found.device} over {found.link}, {found.mode} scaling", "title")]
     left, seen = _throughput(found)
     body += left + _where(found)
@@ -38,19 +38,22 @@ def _throughput(found: ScalingTable) -> tuple[list[str], list[str]]:
     most = max(p.samples_per_s for p in found.points)
     one = next(p for p in found.points if p.gpus == counts[0])
     ideal = [(n, one.samples_per_s / one.gpus * n) for n in counts]
-    low = min(min(p.samples_per_s for p in found.points), ideal[0][1])
+    low = min(min(p.batch / p.interval_s[1] for p in found.points), ideal[0][1])
     high = max(most, ideal[-1][1])
     wide = len(counts) > 1 and counts[-1] > 8
     x = Span(counts[0] * (0.9 if wide else 1), counts[-1] * (1.1 if wide else 1), "GPUs", wide, _apart(counts, wide))
     y = Span(low * 0.8 if wide else 0.0, high * 1.1, "samples per second", log=wide)
     axes = Axes(78, _TOP, 320, _TALL, x, y)
     out = [*axes.drawn(), axes.path(ideal, "light", width=7)]
+    out.append(text(78, _TOP - 8, "upright lines: four steps in five lie there", "small quiet"))
     seen = [s for s in _COLOURS if found.of(s)]
     for strategy, dash in zip(seen, itertools.cycle(DASHES), strict=False):
         points = found.of(strategy)
         out.append(axes.path([(p.gpus, p.samples_per_s) for p in points], _COLOURS[strategy], width=2, dash=dash))
         for p in points:
-            hint = f"{p.gpus} GPUs: {p.samples_per_s:,.0f} samples/s, {p.efficiency:.0%}"
+            low, high = (p.batch / step_s for step_s in reversed(p.interval_s))
+            out.append(axes.path([(p.gpus, low), (p.gpus, high)], _COLOURS[strategy], width=1))
+            hint = f"{p.gpus} GPUs: {p.samples_per_s:,.0f} samples/s ({low:,.0f} to {high:,.0f}), {p.efficiency:.0%}"
             out.append(axes.point(p.gpus, p.samples_per_s, _COLOURS[strategy], hint=hint))
     return out, seen
 

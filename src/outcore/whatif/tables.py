@@ -9,7 +9,7 @@ from rich.text import Text
 from outcore.machine import format_bytes, format_time
 from outcore.whatif.answer import Answer, Answers
 from outcore.whatif.elsewhere import Elsewhere
-from outcore.whatif.scaling import ScalingTable
+from outcore.whatif.scaling_table import ScalingTable
 
 __all__ = ["answers_table", "gpus_table", "scaling_table"]
 
@@ -62,21 +62,25 @@ def scaling_table(found: ScalingTable) -> RenderableType:
     """One row per number of GPUs and way to use them, and the verdict."""
     title = f"{found.job} on {found.device} over {found.link}, {found.mode} scaling"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("GPUs", "how", "batch", "step", "samples/s", "efficiency", "compute", "link", "waits"):
-        table.add_column(name, justify="left" if name == "how" else "right", no_wrap=True)
+    for name in ("GPUs", "how", "batch", "step", "interval", "samples/s", "efficiency", "compute", "link", "waits"):
+        table.add_column(name, justify="left" if name == "how" else "right", no_wrap=name not in ("how", "interval"))
+    alone = next((p for p in found.points if p.gpus == 1), None)
     for p in found.points:
-        how = f"{p.strategy}: {p.said}" if p.said else p.strategy
+        if p.gpus == 1 and p is not alone:
+            continue  # alone, every way is the same step
+        low_s, high_s = p.interval_s
         cells = [
             str(p.gpus),
-            how,
+            "alone" if p is alone else f"{p.strategy}: {p.said}" if p.said else p.strategy,
             str(p.batch),
             format_time(p.step_s),
+            "" if p is alone else f"{format_time(low_s)} to {format_time(high_s)}",
             f"{p.samples_per_s:,.1f}",
             f"{p.efficiency:.0%}",
         ]
         table.add_row(*cells, *(format_time(s) for s in (p.compute_s, p.communication_s, p.exposed_s)))
     refused = [Text(words, style="yellow") for words in found.refused]
-    return Group(table, Text(), Text(found.verdict(found.points[0].strategy)), *refused)
+    return Group(table, Text(), Text(found.verdict()), *refused)
 
 
 def gpus_table(found: Elsewhere) -> RenderableType:
