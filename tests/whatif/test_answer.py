@@ -177,6 +177,15 @@ def test_a_gain_within_its_interval_is_no_clear_change() -> None:
         assert low <= answer.gain <= high and answer.to_json()["verdict"] == answer.verdict
 
 
+def test_work_that_is_said_to_take_less_makes_a_step_faster_however_little_is_known_of_it() -> None:
+    unknown = Device("a processor", "cpu", 8 << 30, 20e9, {"fp32": 1e11})
+    asked = outcore.whatif.ask(images(64), ["conv:0.5x", "conv=free", "conv:2x"], device=unknown)
+    assert asked.base.high_s > 1.5 * asked.base.low_s
+    assert [answer.verdict for answer in asked.answers] == ["faster", "faster", "slower"]
+    for answer in asked.answers:
+        assert answer.gain_interval[0] <= answer.gain <= answer.gain_interval[1]
+
+
 def test_fewer_multiprocessors_slow_poolings_down_and_norms_of_few_channels_not() -> None:
     def model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.MaxPool2d(2))

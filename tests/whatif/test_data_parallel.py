@@ -166,6 +166,8 @@ def test_sharding_gathers_twice_and_scatters_once() -> None:
 def test_links_are_found_by_name_or_by_figures() -> None:
     assert parse_link("25gbe").link.away_bytes_per_s == 3.125e9
     assert parse_link("100mbit+20ms").link == Link.symmetric(bandwidth_bytes_per_s=12.5e6, latency_s=0.02)
+    names = [parse_link(text).name for text in ("25gb", "25Gbit", "100mbit/s+20ms")]
+    assert names == ["25 GB/s", "25 Gbit/s", "100 Mbit/s + 20 ms"]  # how a figure was understood
     assert parse_link("nvlink", V100).link.away_bytes_per_s == 50e9
     with pytest.raises(WhatIfError, match="did you mean 25gbe"):
         parse_link("25gb3")

@@ -121,12 +121,14 @@ def parse_link(text: str, device: Device | None = None) -> ClusterLink:
     if word == "nvlink":
         return _own(device)
     if found := _FIGURES.fullmatch(word):
-        scale = {"k": 1e3, "m": 1e6, "g": 1e9}[found["unit"]] / (8 if found["kind"].startswith("bit") else 1)
-        rate = float(found["rate"]) * scale
+        bits = found["kind"].startswith("bit")
+        rate = float(found["rate"]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found["unit"]] / (8 if bits else 1)
+        unit = {"k": "k", "m": "M", "g": "G"}[found["unit"]] + ("bit/s" if bits else "B/s")
+        shown = f"{float(found['rate']):g} {unit}" + (f" + {float(found['ms']):g} ms" if found["ms"] else "")
         if rate <= 0:
             raise WhatIfError(f"a link of {text!r} moves nothing; give a rate above 0, such as 25gbit")
         latency_s = float(found["ms"] or 0) * 1e-3
-        return ClusterLink(word, Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=latency_s), share=0.95)
+        return ClusterLink(shown, Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=latency_s), share=0.95)
     name = _NAMES.get(word, word)
     try:
         if name.startswith("pcie"):
