@@ -227,6 +227,7 @@ def predict_bytes(
     tried = [
         (stage, plan)
         for stage, cut in zip(streaming.stages, prepared.grids, strict=True)
+        if stage.makes  # the last may have global nodes alone
         for plan in _extremes(network, stage, cut)
     ]
     most = max(plan.elements() for _, plan in tried)
