@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+import outcore
+from outcore.cost.predicted.estimate import estimate
+from outcore.machine import parse
+from outcore.planner.pipeline.plan_job import weights_on
+from outcore.program.simulator.part_time import PartSend, SplitStageCosts
+from outcore.spatial.tiles.tile_forecast import TileForecast
+from outcore.spatial.tiles.tiled_stage import tiled_stage
 from outcore.spatial.virtual import VirtualRanks
+from outcore.stream.network import RegionNetwork
 from tests.stream.oracle import TOLERANCE, any_excess, total
 
-__all__ = ["TOLERANCE", "assert_split_is_plain"]
+__all__ = ["TOLERANCE", "assert_messages_are_those_sent", "assert_split_is_plain", "forecast", "messages"]
 
 
 def assert_split_is_plain(
@@ -42,3 +50,24 @@ def assert_split_is_plain(
                 torch.testing.assert_close(mine, other, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
     assert split.ranks is not None and split.ranks.leftovers() == 0
     return split
+
+
+def forecast(graph: outcore.Graph, split: VirtualRanks, tile: int, *, in_parts: bool = False) -> TileForecast:
+    """Of the ranks that ran."""
+    machine = parse("v100x4")
+    weights = weights_on(machine, graph, estimate(graph, machine), None)
+    stage = tiled_stage(RegionNetwork(graph), graph.calls, tile, random=(), in_parts=in_parts)
+    return TileForecast(stage, split.grid, weights, in_parts=in_parts)
+
+
+def messages(costs: SplitStageCosts) -> list[tuple[int, int, int]]:
+    """Of a forward and a backward."""
+    actions = (*costs.forward, *costs.backward)
+    return [message for action in actions if isinstance(action, PartSend) for message in action.messages]
+
+
+def assert_messages_are_those_sent(split: VirtualRanks, tile: int) -> None:
+    """Of a step in tiles, as many and as large as predicted."""
+    assert split.ranks is not None
+    sent = messages(forecast(split.graph, split, tile).costs())
+    assert (len(sent), sum(n for _, _, n in sent)) == (split.ranks.messages, split.ranks.sent_bytes)

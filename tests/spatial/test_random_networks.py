@@ -12,7 +12,7 @@ from torch import nn
 from outcore.errors import StreamError
 from tests.stream.oracle import with_statistics
 
-from .oracle import assert_split_is_plain
+from .oracle import assert_messages_are_those_sent, assert_split_is_plain
 
 _BORDERS = ("zeros", "zeros", "reflect", "replicate", "circular")
 _OTHERS = ["up", "max", "unpool", "average", "resize", "norm", "norm", "group", "instance", "act"]
@@ -153,9 +153,11 @@ def one_network(data: st.DataObject, dims: int, seed: int, *, tiles: bool = Fals
 def assert_tiles_are_plain(net: nn.Module, x: torch.Tensor, grid, cuts, tile: int) -> None:
     """The same where each rank streams its part; what cannot be streamed at all is refused."""
     try:
-        assert_split_is_plain(net, x, grid=grid, cuts=cuts, tile=tile)
+        split = assert_split_is_plain(net, x, grid=grid, cuts=cuts, tile=tile)
     except StreamError as refused:
         assert "nothing" in str(refused) or "tile" in str(refused), refused
+    else:
+        assert_messages_are_those_sent(split, tile)
 
 
 _SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}

@@ -41,6 +41,7 @@ from outcore.program.plan.document import BatchNorm, Plan
 from outcore.spatial.mixed import mixed_plans
 from outcore.spatial.part_costs import PartCosts
 from outcore.spatial.plan import GridChoice, GridSearch, is_over_pixels
+from outcore.spatial.tiles.tiled_search import TiledSearch
 from outcore.stream.one_device import fit_one_device
 
 __all__ = ["plan"]
@@ -227,8 +228,15 @@ class _Grids:
                 least = min(least or peak, peak)
             elif best is None or self._key(made) < self._key(best):
                 best = made
+        if best is not None:
+            within_s = min(within_s, _TIE * _per_batch_s(best, self.shared))
+        tiles = self._tiles(search)
+        for made in tiles.plans(within_s):
+            if _per_batch_s(made, self.shared) < within_s:
+                made = self._finished(made, batch_size(self.graph))
+                best = made if best is None or self._key(made) < self._key(best) else best
         if isinstance(stages, PlanError):
-            return self._alone(best, stages, least)
+            return self._alone(best, stages, least, tiles.least_bytes)
         stages_s = _per_batch_s(stages, self.shared)
         if best is None:
             return replace(stages, why=(*stages.why, *_too_slow(found[:1], stages_s)))
@@ -242,11 +250,18 @@ class _Grids:
         why = (said, beside, *taken.why) if taken is best else (*taken.why, beside)
         return replace(taken, why=why)
 
-    def _alone(self, best: Plan | None, refused: PlanError, least: int) -> Plan | PlanError:
+    def _alone(self, best: Plan | None, refused: PlanError, least: int, in_tiles: int) -> Plan | PlanError:
         if best is not None:
             return replace(best, why=(f"no stages do: {refused}", *best.why))
         beside = f"; on grids that share the image a rank would hold {format_bytes(least)}" if least else ""
+        beside += f"; in the smallest tiles, {format_bytes(in_tiles)}" if in_tiles else ""
         return PlanError(f"{refused}{beside}")
+
+    def _tiles(self, search: GridSearch) -> TiledSearch:
+        """The search for grids whose ranks stream; down to one rank for each replica."""
+        samples = batch_size(self.graph)
+        counts = [n for n in range(1, self.devices + 1) if self.devices % n == 0 and self._divides(samples, n)]
+        return TiledSearch(search, self.devices, self.limit, replicas=counts, shared=self.shared)
 
     def _choices(self, search: GridSearch) -> list[_Row]:
         """Every grid and number of its replicas, the fastest first."""
@@ -329,7 +344,7 @@ def _change(made: Plan, graph: Graph) -> tuple[float, ...]:
     """How much a plan changes: the part of the batch that norms do not see, pieces, and the arithmetic of layers."""
     pieces = made.micro_batches * made.batches
     unseen = 1 - 1 / (pieces * made.replicas) if batch_norms(graph) and made.batch_norm == "micro_batch" else 0.0
-    return unseen, pieces, made.parts > 1
+    return unseen, pieces, made.parts > 1 or "tile" in (made.spatial or {})
 
 
 def _per_batch_s(made: Plan, shared: bool) -> float:

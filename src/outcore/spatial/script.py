@@ -90,7 +90,7 @@ class _Scripts:
         rest = [self.weights.calls[c] for c in self.network.graph.calls if c in calls and c not in split]
         if rest:
             # All ranks run it, for buffers and random numbers; the first alone with gradients.
-            ways = [[_seconds(r, [self.fraction], 1, backward=way)[0] for r in rest] for way in (False, True)]
+            ways = [[seconds_of_shares(r, [self.fraction], 1, backward=way)[0] for r in rest] for way in (False, True)]
             forward.append(PartCompute((sum(ways[0]),) * self.count))
             backward.append(PartCompute((sum(ways[1]), *(0.0,) * (self.count - 1))))
         return tuple(forward), tuple(reversed(backward))
@@ -104,8 +104,8 @@ class _Scripts:
         cost, outputs = self.weights.calls[node.call], max(1, len(self.network.graph.calls[node.call].outputs))
         shares = [self.fraction * share for share in self.layout.shares(node)]
         beyond = self._beyond(node)
-        forward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, beyond[0], backward=False))]
-        backward: list[_Action] = [PartCompute(_seconds(cost, shares, outputs, beyond[1], backward=True))]
+        forward: list[_Action] = [PartCompute(seconds_of_shares(cost, shares, outputs, beyond[0], backward=False))]
+        backward: list[_Action] = [PartCompute(seconds_of_shares(cost, shares, outputs, beyond[1], backward=True))]
         if isinstance(node.rule, Apply) and self._graded(node.output):
             backward += self._sum(node, f"{node.output} back")
         elif node.kind == "reduction":
@@ -127,7 +127,7 @@ class _Scripts:
         ways = []
         for backward in (False, True):
             beyond = self.parts.exchange_s[backward]
-            each = [_seconds(cost, strips, 1, beyond, backward=backward) for strips in shares]
+            each = [seconds_of_shares(cost, strips, 1, beyond, backward=backward) for strips in shares]
             ways.append(PartCompute(tuple(sum(seconds) for seconds in each)))
         return ways[0], ways[1]
 
@@ -166,7 +166,7 @@ class _Scripts:
         return values[value].requires_grad if value in values else True
 
 
-def _seconds(
+def seconds_of_shares(
     cost: CallWeight, shares: list[float], outputs: int, beyond_s: float = 0.0, *, backward: bool
 ) -> tuple[float, ...]:
     """What shares of a call take on every rank; beyond its share what was measured of a part, else what is known to be

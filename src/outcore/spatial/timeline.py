@@ -6,10 +6,12 @@ stage's time and memory are those of the script of its parts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.graph.random_calls import random_calls
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.lower import lower
 from outcore.planner.pipeline.lower import predict_timeline as predict_stages
@@ -20,8 +22,12 @@ from outcore.program.simulator.part_time import SplitStageCosts
 from outcore.spatial.forecast import bytes_of_ranks
 from outcore.spatial.layout import SplitLayout
 from outcore.spatial.part_costs import PartCosts
+from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.script import part_scripts
-from outcore.spatial.stage_layout import layout_of_stage
+from outcore.spatial.stage_layout import cuts_of, layout_of_stage
+from outcore.spatial.tiles.tile_forecast import TileForecast
+from outcore.spatial.tiles.tiled_stage import tiled_stage
+from outcore.stream.network import RegionNetwork
 
 __all__ = ["predict_timeline", "split_costs"]
 
@@ -32,10 +38,11 @@ def predict_timeline(
     """The predicted timeline of a step of the plan; `parts` is what was measured of a rank's part, if it was."""
     if plan.spatial is None:
         return predict_stages(plan, graph, weights, links)
-    if "tile" in plan.spatial:
-        raise PlanError("the timeline of a grid whose ranks stream tiles is not simulated; leave out the tile")
     calls = frozenset(plan.calls(graph)[0])
     fraction = 1 / (plan.replicas * plan.micro_batches * plan.batches)
+    if "tile" in plan.spatial:
+        costs = tiled_costs(plan.spatial, graph, weights, calls, fraction)
+        return grid_timeline(plan, graph, weights, links, costs)
     costs = split_costs(layout_of_stage(graph, calls, plan.spatial), weights, calls, fraction, parts)
     return grid_timeline(plan, graph, weights, links, costs)
 
@@ -50,6 +57,16 @@ def split_costs(
     """A first stage of these calls on a grid, for a part of the batch that the network was recorded with."""
     memory = tuple(part.scaled(fraction) for part in bytes_of_ranks(layout, calls))
     return SplitStageCosts(*part_scripts(layout, weights, calls, fraction, parts), memory)
+
+
+def tiled_costs(
+    spatial: Mapping[str, Any], graph: Graph, weights: CallWeights, calls: frozenset[str], fraction: float
+) -> SplitStageCosts:
+    """The same where every rank streams its part in tiles."""
+    network, in_parts = RegionNetwork(graph), spatial.get("loss") == "parts"
+    stage = tiled_stage(network, calls, spatial["tile"], random=random_calls(graph), in_parts=in_parts)
+    grid = PartGrid(shape_of(tuple(spatial["grid"]), network.rank), cuts_of(spatial))
+    return TileForecast(stage, grid, weights, in_parts=in_parts).costs(fraction)
 
 
 def grid_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links, costs: SplitStageCosts) -> Timeline:

@@ -23,7 +23,7 @@ from outcore.spatial.execute import SplitRun, SplitState
 from outcore.spatial.extent import split_extent
 from outcore.spatial.layout import SplitLayout, lay_out
 from outcore.spatial.parts import PartGrid, shape_of
-from outcore.spatial.tiles import run_tiles
+from outcore.spatial.tiles.run_tiles import run_tiles
 from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.prepared import PreparedStream, divided
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -284,7 +284,10 @@ class Plan:
         if self.spatial is not None:
             rest = f", then {counted(len(self.stages) - 1, 'more stage')}" if len(self.stages) > 1 else ""
             copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
-            return f"image over {' x '.join(str(n) for n in self.grid)} ranks{rest}{copies}"
+            shared = (
+                f"image over {' x '.join(str(n) for n in self.grid)} ranks" if self.parts > 1 else "image on one rank"
+            )
+            return f"{shared}{_in_tiles(self.spatial.get('tile'))}{rest}{copies}"
         if len(self.stages) == 1:
             return f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
         copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
@@ -305,6 +308,13 @@ class Plan:
         if self.predicted:
             lines.append(f"  step {format_time(self.predicted.time_s)}, bubble {self.predicted.bubble:.0%} (predicted)")
         return "\n".join([*lines, *(f"  {line}" for line in self.why)])
+
+
+def _in_tiles(tile: int | Sequence[int] | None) -> str:
+    if tile is None:
+        return ""
+    sides = [tile] if isinstance(tile, int) else tile
+    return f" in tiles of {' x '.join(map(str, sides))} px"
 
 
 def _stage(k: int | None) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from outcore.errors import CaptureError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.parts import ancestors
+from outcore.graph.random_calls import random_calls
 from outcore.graph.reads.attributes import copy_attributes
 from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.captured_module import RecordingVersions, refuse_volatile
@@ -28,7 +29,7 @@ from outcore.program import Edge, Stage, Stages, Tie
 from outcore.program.plan.document import Plan
 from outcore.program.plan.stage_names import place_calls
 from outcore.run.engine.batch import arguments, describe, fingerprint
-from outcore.run.stage.stage_module import Part, random_calls
+from outcore.run.stage.stage_module import Part
 from outcore.run.transport.p2p import TensorLayout
 
 

@@ -16,20 +16,18 @@ from typing import Any
 import torch
 
 from outcore.errors import EngineError, PlanError
-from outcore.graph.record.recording import Ref
 from outcore.ops.region import elements
 from outcore.run.stage.stage_module import Part, RandomDraws, Values
 from outcore.spatial.communicator import Communicator
 from outcore.spatial.exchange import new_token
 from outcore.spatial.execute import SplitRun, SplitState
-from outcore.spatial.extent import is_image
 from outcore.spatial.layout import SplitLayout
 from outcore.spatial.parts import PartGrid, shape_of
 from outcore.spatial.stage_layout import cuts_of, layout_of_stage
-from outcore.spatial.tiles import loss_of_tiles, own_network, run_tiles
+from outcore.spatial.tiles.run_tiles import loss_of_tiles, own_network, run_tiles
+from outcore.spatial.tiles.tiled_stage import tiled_stage
 from outcore.stream.execute.pixel_loss import pixel_loss_of, target_region
-from outcore.stream.network import RegionNetwork
-from outcore.stream.plan.prepared import PreparedStream, divided
+from outcore.stream.plan.prepared import PreparedStream
 from outcore.stream.source import ImageRows, image_of
 
 LOSS_TERM = "term of the loss"
@@ -171,20 +169,7 @@ class SplitStage:
 
     def _prepare_tiles(self, part: Part) -> tuple[PreparedStream, Part | None]:
         network = own_network(part.graph, part, part.recording())
-        prepared = divided(network, tile=self.spatial["tile"], statistics=True)
-        streamed = frozenset(prepared.streaming.calls)
-        if beyond := sorted(streamed - part.calls):
-            raise PlanError(
-                f"tiles reach {beyond[0]}, which is in a later stage; put all of the network into one stage"
-            )
-        if part.draws_in(streamed):
-            raise PlanError("a layer draws random numbers in what ranks would stream in tiles; leave out spatial.tile")
-        result = RegionNetwork(part.graph).recording.result if self.takes_loss else None
-        one_map = prepared.is_map and isinstance(result, Ref) and is_image(network, part.graph.outputs[0])
-        if self.takes_loss and not one_map:
-            raise PlanError(
-                f"{part.graph.root.type} does not return one map that tiles make, so its loss cannot be taken in "
-                "parts; leave out spatial.loss"
-            )
-        rest = set(part.calls - streamed)
-        return prepared, part.restricted(rest) if rest else None
+        found = tiled_stage(
+            network, part.calls, self.spatial["tile"], random=part.random_calls, in_parts=self.takes_loss
+        )
+        return found.prepared, part.restricted(set(found.rest)) if found.rest else None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -33,23 +32,6 @@ from outcore.graph.record.recording import Context, Mismatch, Recording, Ref, St
 from outcore.graph.structure import leaves, substitute
 from outcore.graph.subgraph import Subgraph
 from outcore.run.ranks.current_work import CurrentWork
-
-_RANDOM = re.compile(
-    r"dropout|rand|bernoulli|multinomial|normal_|uniform_|exponential|poisson|geometric_|cauchy_|rrelu|gumbel|"
-    r"fractionalmaxpool|fractional_max_pool|drop_?path|stochastic_?depth|scaled_dot_product_attention|"
-    r"multiheadattention|multi_head_attention|transformer|^lstm$|^gru$|^rnn$",
-    re.IGNORECASE,
-)
-
-
-def random_calls(graph: Graph) -> frozenset[str]:
-    """The calls that may draw random numbers."""
-    blocks = graph.blocks
-    return frozenset(
-        name
-        for name, call in graph.calls.items()
-        if blocks[call.block].kind == "opaque" or _RANDOM.search(blocks[call.block].type)
-    )
 
 
 class RandomDraws:
@@ -93,14 +75,15 @@ class Part(Subgraph):
         base = {name: value.base for name, value in graph.values.items()}
         written = {base[v] for name in calls for v in graph.calls[name].mutates}
         self._copied |= {name for name in self.inputs if base[name] in written}  # also through another name
-        self._random = frozenset(calls & random)
+        self.random_calls = frozenset(calls & random)
+        """The calls that may draw random numbers."""
         self.place = CurrentWork()
         self.instead: dict[str, Callable[..., Any]] = {}
         """Path -> what is called in place of the module."""
 
     def run(self, inputs: Values, draws: RandomDraws) -> Values:
         """Run the calls with the random numbers of a micro-batch."""
-        if not self._random:
+        if not self.random_calls:
             return self._run(inputs, None)
         with draws.aside():
             return self._run(inputs, draws)
@@ -113,7 +96,7 @@ class Part(Subgraph):
 
     def draws_in(self, calls: Iterable[str]) -> bool:
         """Whether one of these calls may draw random numbers."""
-        return not self._random.isdisjoint(calls)
+        return not self.random_calls.isdisjoint(calls)
 
     def recording(self) -> Recording:
         """The part as a recording of its own, which returns its outputs by name."""
@@ -125,7 +108,7 @@ class Part(Subgraph):
         self.place.call = step.name
         if self.instead and step.kind == "module" and step.target in self.instead:
             step = replace(step, kind="function", target=self.instead[step.target])
-        if draws is not None and step.name in self._random:
+        if draws is not None and step.name in self.random_calls:
             draws.seed(step.name)
         try:
             Tape.step(tape, step)
@@ -142,7 +125,7 @@ class Part(Subgraph):
 
     def restricted(self, calls: set[str]) -> Part:
         """Some of its calls, with the same modules."""
-        return Part(self.graph, self, self.recording(), calls, self._random)
+        return Part(self.graph, self, self.recording(), calls, self.random_calls)
 
     def relocate(self, device: torch.device) -> None:
         """Prepare to run on another device what was recorded on the host."""

@@ -53,11 +53,15 @@ class TileTimes:
             forward, backward = self._cost(node)
             share = computed.get(node.output, 0) / max(1, math.prod(node.shape))
             total += share * (forwards * forward + (backward if self.training else 0.0))
-        return total, _CALL_S * len(stage.nodes) * (forwards + self.training), largest
+        return total, self.issuing_s(stage) * (forwards + self.training), largest
+
+    def issuing_s(self, stage: TilePass) -> float:
+        """Seconds to launch one tile one way, however large it is."""
+        return _CALL_S * len(stage.nodes)
 
     def tile_s(self, stage: TilePass, tile: TilePlan) -> tuple[float, float]:
         """Seconds of one tile, forward and backward, launching included."""
-        forward_s = backward_s = _CALL_S * len(stage.nodes)
+        forward_s = backward_s = self.issuing_s(stage)
         for node in stage.nodes:
             if (region := tile.regions.get(node.output)) is not None:
                 forward, backward = self._cost(node)

@@ -10,9 +10,8 @@ from torch import nn
 
 from outcore.models import UNet
 from outcore.spatial.virtual import VirtualRanks
+from tests.spatial.test_networks import DeepLab
 from tests.stream.oracle import TOLERANCE, total
-
-from .test_networks import DeepLab
 
 
 class Pooled(nn.Module):

@@ -24,10 +24,11 @@ from torch import nn
 
 from outcore.graph import Graph
 from outcore.graph.record.recording import Context, Recording
-from outcore.ops.region import Region, cover, sizes
+from outcore.ops.region import sizes
 from outcore.spatial.communicator import Communicator, gather_rows
 from outcore.spatial.exchange import Token
 from outcore.spatial.parts import PartGrid
+from outcore.spatial.tiles.tile_shares import TileShares
 from outcore.stream.execute.boundary import tracked
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.gradient_sums import GradientSums
@@ -148,51 +149,21 @@ class _SharedTiles(Execution):
     """One rank's tiles of a step."""
 
     comm: Communicator
-    grid: PartGrid
+    shares: TileShares
     at_once = False
     """Whether tiles of the last pass are sent back as soon as they are computed."""
 
     def share(self, comm: Communicator, grid: PartGrid) -> None:
         """Take this rank's tiles of every pass, and leave the others to the other ranks."""
-        self.comm, self.grid, self._number = comm, grid, 0
-        self._numbers = [self._tiles_of(rank) for rank in range(comm.size)]
-        own = [set(tiles) for tiles in self._numbers[comm.rank]]
+        self.comm, self._number = comm, 0
+        self.shares = TileShares(self.network, self.streaming, self.kinds, grid)
+        own = [set(tiles) for tiles in self.shares.tiles[comm.rank]]
 
         def mine(steps: tuple[GlobalsStep | PassStep, ...]) -> tuple[GlobalsStep | PassStep, ...]:
             return tuple(_restricted(step, own[step.index]) if isinstance(step, PassStep) else step for step in steps)
 
         given = self.schedule
         self.schedule = TileSchedule(mine(given.forward), mine(given.backward), given.on_host)
-        later = {v for stage in self.streaming.stages for v in (*stage.sources, *stage.smalls)}
-        self._read_later = later | {v for s in self.streaming.stages for n in s.globals for v in n.values}
-
-    def _tiles_of(self, rank: int) -> list[list[int]]:
-        """The tiles of a rank, by pass: those over its part."""
-        at = self.grid.position(rank)
-        found: list[list[int]] = []
-        for kinds in self.kinds:
-            counts = kinds.cut.counts
-            spans = [self.grid.interval(axis, at[axis], n) for axis, n in enumerate(counts)]
-            if any(at[len(counts) :]):  # along an axis that has no tiles, all of it is the first rank's
-                found.append([])
-                continue
-            inside = [
-                index
-                for index, number in enumerate(kinds.numbers)
-                if all(lo <= k < hi for k, (lo, hi) in zip(number, spans, strict=True))
-            ]
-            found.append(inside)
-        return found
-
-    def _box(self, index: int, name: str, rank: int) -> Region | None:
-        """The region of a pass's map that a rank makes."""
-        kinds, stage = self.kinds[index], self.streaming.stages[index]
-        found: Region | None = None
-        for tile in self._numbers[rank][index]:
-            region = kinds.cut.region(self.network, stage.targets[name], kinds.numbers[tile])
-            if region is not None:
-                found = cover(found, region)
-        return found
 
     def _next(self) -> int:
         """The number of the next message, the same on every rank."""
@@ -207,7 +178,7 @@ class _SharedTiles(Execution):
             self.run_step(step)
         made = {}
         for name in self.streaming.boundary:
-            whole = self.comm.rank == 0 or name in self._read_later or not self.network.is_streamed(name)
+            whole = self.comm.rank == 0 or name in self.shares.read_later or not self.network.is_streamed(name)
             if whole and name in self.store.values:
                 made[name] = self.store.here(name)
                 continue
@@ -229,8 +200,8 @@ class _SharedTiles(Execution):
 
     def _put_together(self, index: int, name: str) -> None:
         """Send this rank's region of a map to those who need it, and write theirs."""
-        number, boxes = self._next(), [self._box(index, name, rank) for rank in range(self.comm.size)]
-        targets = range(self.comm.size) if name in self._read_later else (0,)
+        number, boxes = self._next(), [self.shares.made(index, name, rank) for rank in range(self.comm.size)]
+        targets = self.shares.readers(name)
         shape, dtype = self.network.shapes[name], self.network.dtypes[name]
         own, coming = boxes[self.comm.rank], {}
         if self.comm.rank in targets:
@@ -305,14 +276,10 @@ class _SharedTiles(Execution):
         names, first = self.streaming.boundary, self.comm.rank == 0
         there = torch.tensor([gradients[n] is not None and first for n in names], dtype=torch.int64, device=self.device)
         flags = gather_rows(self.comm, there, self._next())[0].tolist()
-        made_by = {name: index for index, stage in enumerate(self.streaming.stages) for name in stage.maps}
         found: dict[str, torch.Tensor | None] = {}
         for name in (n for n, flag in zip(names, flags, strict=True) if flag):
             number, whole = self._next(), gradients[name]
-            # Of a map that nobody else reads, a rank needs the gradient of what it made; of all else, all of it.
-            apart = name in made_by and name not in self._read_later
-            every = tuple((0, n) for n in self.network.shapes[name])
-            boxes = [self._box(made_by[name], name, rank) if apart else every for rank in range(self.comm.size)]
+            boxes = [self.shares.graded(name, rank) for rank in range(self.comm.size)]
             if first:
                 assert whole is not None
                 for rank, box in enumerate(boxes):
@@ -347,9 +314,8 @@ class _SharedTiles(Execution):
         self._add_up(names, before)
 
     def _wanted(self, stage: TilePass) -> list[str]:
-        """What a pass reads and sends gradients to, beside the image."""
-        inputs = set(self.network.graph.inputs)
-        return [n for n in dict.fromkeys((*stage.sources, *stage.smalls)) if n not in inputs and self.is_wanted(n)]
+        """What a pass sends gradients to, beside the image."""
+        return [n for n in self.shares.read(stage) if self.is_wanted(n)]
 
     def _add_up(self, names: list[str], before: Mapping[str, torch.Tensor]) -> None:
         """Add up gradients over ranks, and to those that were there before."""

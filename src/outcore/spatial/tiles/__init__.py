@@ -1,0 +1,1 @@
+"""Grids of ranks of which each streams its part of the image in tiles."""
