@@ -24,7 +24,8 @@ __all__ = ["verify"]
 def verify(
     job: JobName,
     plan_file: Annotated[
-        Path | None, typer.Argument(metavar="PLAN", help="A plan for one device; without it one is made.")
+        Path | None,
+        typer.Argument(metavar="PLAN", help="A plan, of one device or of several ranks; without it one is made."),
     ] = None,
     inputs: Inputs = None,
     arguments: Arguments = None,
@@ -44,8 +45,8 @@ def verify(
     """Train a few steps under a plan and in plain PyTorch, and compare every parameter.
 
     Images that are too large for that are cropped; the plan is the one for the whole images. Without a plan and a
-    budget, what lies halfway between plain training and the smallest budget is planned for. Exits with 1 if anything
-    differs.
+    budget, what lies halfway between plain training and the smallest budget is planned for. A plan for several ranks is
+    run on as many processes here. Exits with 1 if anything differs.
 
         outcore verify job.py --batch 2
 
@@ -54,20 +55,21 @@ def verify(
     from outcore.job import Job
     from outcore.program.plan.document import Plan
     from outcore.verification import verify_job
+    from outcore.verification.on_ranks import JobSource, verify_on_ranks
 
     if plan_file is not None and not plan_file.is_file():
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 1 -o {plan_file}")
     given = Plan.load(plan_file) if plan_file is not None else None
+    size = batch or (given.samples if given is not None else None)
     with contextlib.nullcontext() if json else Console(stderr=True).status("training both ways"):
-        verdict = verify_job(
-            Job.load(job, inputs=inputs or (), arguments=arguments or ()),
-            plan=given,
-            memory=memory,
-            size=batch or (given.samples if given is not None else None),
-            image=image,
-            steps=steps,
-            device=device,
-        )
+        if given is not None and (given.ranks > 1 or given.spatial is not None):
+            if memory is not None:
+                raise PlanError(f"{plan_file} says what every rank holds; leave out --memory, or the plan")
+            source = JobSource(job, inputs or (), arguments or ())
+            verdict = verify_on_ranks(source, given, size=size, image=image, steps=steps, device=device)
+        else:
+            loaded = Job.load(job, inputs=inputs or (), arguments=arguments or ())
+            verdict = verify_job(loaded, plan=given, memory=memory, size=size, image=image, steps=steps, device=device)
     if json:
         typer.echo(json_module.dumps(verdict.to_json(), indent=1))
     else:
@@ -100,7 +102,7 @@ def _show(verdict: Verdict) -> None:
         highlight=False,
         markup=False,
     )
-    if verdict.planned_bytes >= verdict.plain_bytes:
+    if verdict.ranks == 1 and verdict.planned_bytes >= verdict.plain_bytes:
         said = "the plan takes as much as plain training, so this compares little; give a budget: --memory 70%"
         console.print(f"note: {said}", highlight=False, style="yellow")
     console.print(f"verdict: {verdict.grade}", highlight=False, style="green" if verdict.agrees else "red")

@@ -1,17 +1,15 @@
 """Does a plan train a model as plain PyTorch would?
 
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
-parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
-differences below a bound that follows from the precision, or *lossy* where it names an encoding that is, with how far
-the gradients are off. Images that are too large for that are cropped (`outcore.cost.cropped_job`); the plan is then
-made for the whole ones, and applied to the crop.
+parameter, gradient, buffer and loss is compared (`outcore.verification.verdict`). Images that are too large for that are
+cropped (`outcore.cost.cropped_job`); the plan is then made for the whole ones, and applied to the crop.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +27,7 @@ from outcore.graph import Graph
 from outcore.graph.record.capture import capture
 from outcore.graph.structure import square_loss, substitute
 from outcore.job import Job
-from outcore.machine.units import format_bytes, parse_budget
+from outcore.machine.units import counted, parse_budget
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.saved_tensors.lossy_error import lossy_buffers
 from outcore.one_device.within import memory_plan, within
@@ -41,74 +39,9 @@ from outcore.stream.execute.map_store import cut
 from outcore.stream.managed_forward import refused_both_ways
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.source import FunctionSource
+from outcore.verification.verdict import BOUNDS, ParameterRow, Verdict
 
-_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRow:
-    """One parameter."""
-
-    name: str
-    largest: float
-    """The largest difference of its gradients, over all steps."""
-    relative: float
-    """Over the largest gradient of the model."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison found."""
-
-    rows: tuple[ParameterRow, ...]
-    buffers: int
-    equal_buffers: int
-    equal_losses: bool
-    steps: int
-    bound: float
-    planned_bytes: int
-    plain_bytes: int
-    explained: str
-    lossy: int = 0
-    """Buffers that the plan holds in fewer bits than they have."""
-    crop: tuple[int, int] | None = None
-    """Longest side of the images that were tried, and of the whole ones, where these were too large."""
-    whole_plain_bytes: int | None = None
-    """With a crop: what plain training on the whole images is predicted to take; `plain_bytes` is for the crop."""
-    whole_planned_bytes: int | None = None
-    """With a crop: what the plan takes on the whole images, where it was made for them here."""
-
-    @property
-    def peaks(self) -> str:
-        """What the plan and plain training are predicted to take, and for which images that is."""
-        tried = f"{format_bytes(self.planned_bytes)} against {format_bytes(self.plain_bytes)} plain"
-        if self.crop is None or self.whole_plain_bytes is None:
-            return f"plan {tried} (predicted)"
-        plain = f"{format_bytes(self.whole_plain_bytes)} plain"
-        planned = self.whole_planned_bytes
-        whole = f"plan {format_bytes(planned)} against {plain}" if planned is not None else plain
-        return f"whole images: {whole}; the crop: {tried} (predicted)"
-
-    @property
-    def grade(self) -> str:
-        """Bitwise, reassociated, lossy as the plan says, or different."""
-        if all(r.largest == 0 for r in self.rows) and self.equal_losses and self.equal_buffers == self.buffers:
-            return "bitwise equal"
-        if all(r.relative <= self.bound for r in self.rows):
-            return f"equal within {self.bound:g} of the largest gradient (re-associated sums)"
-        if self.lossy:
-            worst = max(r.relative for r in self.rows)
-            return f"lossy, as the plan says: off by at most {worst:.3g} of the largest gradient"
-        return "different"
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the plan may be trusted."""
-        return self.grade != "different"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "grade": self.grade, "agrees": self.agrees}
+__all__ = ["plain_bytes", "verify_job"]
 
 
 def verify_job(
@@ -142,6 +75,11 @@ def verify_job(
     """
     from outcore.run.engine.setup import choose_device
 
+    if plan is not None and (plan.ranks > 1 or plan.spatial is not None):
+        raise PlanError(
+            f"the plan is for {counted(plan.ranks, 'rank')}, which load the job by its name; "
+            "verify it with: outcore verify JOB PLAN"
+        )
     where = choose_device(device)
     whole = job.capture(size)
     side = image or fitting_side(job, whole, size, where)
@@ -157,8 +95,8 @@ def verify_job(
     options: dict[str, Any] = {"optimizer": job.update, "costs": costs, "quiet": True}
     if job.loss is not None:
         options["loss"] = lambda output: job.loss(output, target)
-    plain_bytes = _plain_bytes(job, size, job.update, where)
-    budget_bytes = parse_budget(memory, plain_bytes) if isinstance(memory, str) else memory
+    whole_bytes = plain_bytes(job, size, job.update, where)
+    budget_bytes = parse_budget(memory, whole_bytes) if isinstance(memory, str) else memory
     whole_planned_bytes = None
     if crop is not None and plan is None:
         made = _for_whole(whole, job.update, budget_bytes, where)
@@ -170,9 +108,9 @@ def verify_job(
     chosen = memory_plan(model)
     assert isinstance(chosen, (MemoryPlan, StreamedStep))  # nothing is compiled, and Keras' models come as torch's
     if crop is None and isinstance(chosen, MemoryPlan):
-        chosen = replace(chosen, known_plain_bytes=plain_bytes)
+        chosen = replace(chosen, known_plain_bytes=whole_bytes)
     elif crop is None and isinstance(chosen, StreamedStep):
-        chosen = replace(chosen, plain_bytes=plain_bytes)
+        chosen = replace(chosen, plain_bytes=whole_bytes)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -193,13 +131,13 @@ def verify_job(
         equal_buffers=sum(torch.equal(b, theirs[n]) for n, b in model.named_buffers()),
         equal_losses=[loss for loss, _ in ours] == [loss for loss, _ in plain],
         steps=steps,
-        bound=_BOUNDS.get(dtype, 1e-4),
+        bound=BOUNDS.get(dtype, 1e-4),
         planned_bytes=chosen.peak_bytes,
         plain_bytes=chosen.plain_bytes,
         explained=chosen.explain(timed=False),  # calls are weighed by their bytes alone
         lossy=len(lossy_buffers(parse_policies(chosen.policy))),
         crop=crop,
-        whole_plain_bytes=plain_bytes if crop is not None else None,
+        whole_plain_bytes=whole_bytes if crop is not None else None,
         whole_planned_bytes=whole_planned_bytes,
     )
 
@@ -235,7 +173,7 @@ def _lazy(image: torch.Tensor) -> FunctionSource:
     return FunctionSource(tuple(image.shape), partial(cut, image), image.dtype)
 
 
-def _plain_bytes(job: Job, size: int | None, optimizer: Any, where: torch.device) -> int:
+def plain_bytes(job: Job, size: int | None, optimizer: Any, where: torch.device) -> int:
     """What a plain step is predicted to hold, with its loss: the number that `outcore profile` shows."""
     graph = capture_training(job, size)
     return memory_curve(graph, account(graph, where), optimizer=optimizer).peak_bytes
