@@ -1,8 +1,8 @@
 """Does a plan train a model as plain PyTorch would?
 
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
-parameter, gradient, buffer and loss is compared (`outcore.verification.verdict`). Images that are too large for that are
-cropped (`outcore.cost.cropped_job`); the plan is then made for the whole ones, and applied to the crop.
+parameter, gradient, buffer and loss is compared (`outcore.verification.verdict`). Images that are too large for that
+are cropped (`outcore.cost.cropped_job`); the plan is then made for the whole ones, and applied to the crop.
 """
 
 from __future__ import annotations
