@@ -12,7 +12,8 @@ from rich.console import Console
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.documents.reading import write_text
+from outcore.documents.reading import read_json, write_text
+from outcore.documents.schema import ListOf, Text
 from outcore.errors import PlanError
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_budget
@@ -267,12 +268,12 @@ def _machine(name: str | None) -> Machine:
 
 
 def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
+    """What a file of --stages holds: `[["stem", "layer1"], ["layer2"]]`."""
     try:
-        read = json_module.loads(path.read_text(encoding="utf-8"))
-        return tuple(tuple(str(name) for name in stage) for stage in read)
-    except (json_module.JSONDecodeError, TypeError) as error:
-        message = f'{path} must be a list of lists of blocks, like [["stem", "layer1"], ["layer2"]]: {error}'
-        raise PlanError(message) from None
+        read: list[list[str]] = read_json(path, ListOf(ListOf(Text(1), least=1), least=1), PlanError)
+    except PlanError as error:
+        raise PlanError(f'{error}; write the blocks of each stage: [["stem", "layer1"], ["layer2"]]') from None
+    return tuple(map(tuple, read))
 
 
 def _timeline(made: Plan, graph: Graph, weights: CallWeights, machine: Machine) -> Timeline:
