@@ -59,6 +59,9 @@ def test_wrong_use_says_why(tmp_path: Path) -> None:
     for arguments, message in (
         (["plan", *UNET, "--machine", "v100", "--memory", "lots"], "is not a size"),
         (["plan", *UNET, "--machine", "v100", "--schedule", "best"], "must be one of"),
+        (["plan", *UNET, "--machine", "v100", "--grid", "²x2"], "must be auto or numbers like 2x2"),
+        (["plan", *UNET, "--machine", "v100", "--grid", "9" * 30], "ranks; give 1,024 at most"),
+        (["plan", *UNET, "--machine", "v100", "--level", "²"], "must be block, layer or a depth"),
         (["simulate", UNET[0], "none.json", *UNET[1:]], "no file none.json; make one with: outcore plan"),
     ):
         shown = outcore_command(*arguments, folder=tmp_path)
