@@ -111,17 +111,47 @@ class Axes:
         hint: str = "",
         dash: str = "",
     ) -> str:
-        """A line through points, cut off at the upper edge; unbroken, or with dashes and gaps of these lengths."""
-        places = " ".join(f"{x:.1f},{max(y, self.top):.1f}" for x, y in (self.at(*p) for p in points))
+        """A line through points; unbroken, or with dashes and gaps of these lengths.
+
+        What lies above the upper edge is left out: the line leaves the picture where it crosses the edge, and comes
+        back where it crosses it again.
+        """
         style = f'fill="none" stroke="{COLOURS[colour]}" stroke-width="{width:g}" stroke-linejoin="round"'
         style += f' stroke-dasharray="{dash}"' if dash else ""
-        return f'<polyline {style} points="{places}">{_hint(hint)}</polyline>'
+        drawn = []
+        for part in _below([self.at(*p) for p in points], self.top):
+            places = " ".join(f"{x:.1f},{y:.1f}" for x, y in part)
+            drawn.append(f'<polyline {style} points="{places}">{_hint(hint)}</polyline>')
+        return "".join(drawn)
 
     def point(self, x: float, y: float, colour: str, *, size: float = 4, hint: str = "") -> str:
         """A dot."""
         px, py = self.at(x, y)
         circle = f'cx="{px:.1f}" cy="{py:.1f}" r="{size:g}" fill="{COLOURS[colour]}"'
         return f'<circle {circle} stroke="#ffffff">{_hint(hint)}</circle>'
+
+
+def _below(places: Sequence[tuple[float, float]], top: float) -> list[list[tuple[float, float]]]:
+    """The parts of a line that do not lie above an edge; downwards, numbers grow.
+
+    >>> _below([(0, 9), (1, 5), (2, -5), (3, 5)], 0)
+    [[(0, 9), (1, 5), (1.5, 0)], [(2.5, 0), (3, 5)]]
+    """
+    parts: list[list[tuple[float, float]]] = []
+    before: tuple[float, float] | None = None
+    for x, y in places:
+        if before is not None and (before[1] < top) != (y < top):
+            crossing = (before[0] + (x - before[0]) * (top - before[1]) / (y - before[1]), top)
+            if y < top:
+                parts[-1].append(crossing)
+            else:
+                parts.append([crossing])
+        elif before is None and y >= top:
+            parts.append([])
+        if y >= top:
+            parts[-1].append((x, y))
+        before = (x, y)
+    return parts
 
 
 def document(width: float, height: float, body: Sequence[str]) -> str:

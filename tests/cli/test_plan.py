@@ -59,12 +59,40 @@ def test_wrong_use_says_why(tmp_path: Path) -> None:
     for arguments, message in (
         (["plan", *UNET, "--machine", "v100", "--memory", "lots"], "is not a size"),
         (["plan", *UNET, "--machine", "v100", "--schedule", "best"], "must be one of"),
+        (["plan", *UNET, "--machine", "v100", "--grid", "²x2"], "must be auto or numbers like 2x2"),
+        (["plan", *UNET, "--machine", "v100", "--grid", "9" * 30], "ranks; give 1,024 at most"),
+        (["plan", *UNET, "--machine", "v100", "--level", "²"], "must be block, layer or a depth"),
         (["simulate", UNET[0], "none.json", *UNET[1:]], "no file none.json; make one with: outcore plan"),
     ):
         shown = outcore_command(*arguments, folder=tmp_path)
         assert shown.returncode != 0
         assert message in " ".join(shown.stderr.replace("│", "").split())
         assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no file stages.json; expected one with JSON"),
+        (b"", "stages.json is not JSON: Expecting value in line 1, column 1"),
+        (b"\xff\xfe{\x00}\x00", "stages.json is binary"),
+        (b"[" * 100_000, "stages.json is not JSON that can be read"),
+        (b"null", "the document is null; expected a list of at least 1; write the blocks of each stage"),
+        (b"[]", "expected a list of at least 1"),
+        (b'["conv1"]', "stages.json: [0] is 'conv1'; expected a list of at least 1"),
+        (b'{"0": ["conv1"]}', "expected a list of at least 1"),
+        (b"[[1], [2]]", "[0][0] is 1; expected text"),
+        (b'[["conv1"], []]', "stages.json: [1] is []; expected a list of at least 1"),
+        (b'[["nowhere"]]', "nowhere"),
+    ],
+)
+def test_a_file_of_stages_is_read_or_refused_by_its_place(content: bytes | None, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "stages.json").write_bytes(content)
+    words = ["outcore.models:LeNet", "-i", "4x3x32x32", "--on", "v100x2", "--stages", "stages.json"]
+    shown = outcore_command("plan", *words, folder=tmp_path)
+    assert shown.returncode == 1 and shown.stderr.startswith("error: ") and said in shown.stderr, shown.stderr
+    assert "Traceback" not in shown.stderr
 
 
 def test_ranks_that_mostly_wait_are_told_what_would_help() -> None:

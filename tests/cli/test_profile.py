@@ -80,6 +80,16 @@ def test_wrong_use_says_why() -> None:
         assert "Traceback" not in shown.stderr
 
 
+@pytest.mark.parametrize("command", ["profile", "verify", "explore"])
+@pytest.mark.parametrize("side", [2**40, 10**25])
+def test_an_image_that_no_tensor_can_hold_is_refused(command: str, side: int, tmp_path: Path) -> None:
+    options = {"profile": ["--on", "t4"], "verify": [], "explore": ["--export", "page.html", "--seconds", "0"]}[command]
+    shown = outcore_command(command, *UNET, *options, "--image", str(side), folder=tmp_path)
+    said = " ".join((shown.stdout + shown.stderr).split())
+    assert ("Traceback" not in said and "give a smaller --image" in said) or "cannot be cropped to" in said, said
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_frontier_is_a_table_a_picture_and_numbers(tmp_path: Path) -> None:
     network = [*UNET, "--on", "t4", "--frontier"]
     shown = outcore_command("profile", *network, "--svg", "p.svg", "-o", "p.json", folder=tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from outcore.data import open_slide, read_table
+from outcore.data.opening import SLIDE_ENDINGS
 from outcore.errors import OutcoreError
 from outcore.infer.slides import find_slides
 from tests.data.mutations import FORMATS, broken
@@ -91,3 +92,10 @@ def test_many_of_each(tmp_path: Path, form: str) -> None:
     outcomes = try_all(tmp_path, form, range(1000, 1500))
     print(form, outcomes)
     assert sum(outcomes.values()) == 500
+
+
+def test_an_ending_that_is_not_known_is_answered_with_all_that_are(tmp_path: Path) -> None:
+    (tmp_path / "x.gif").write_bytes(b"GIF89a")
+    with pytest.raises(OutcoreError) as refused:
+        open_slide(tmp_path / "x.gif")
+    assert set(str(refused.value).split("known are ")[1].split(", ")) == SLIDE_ENDINGS

@@ -57,3 +57,12 @@ def test_rows_are_numbered_by_the_line_they_end_in(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('path,label\n"a\nb.npy",0\n\n,\nc.npy,1\n')
     columns, rows = read_rows(tmp_path / "t.csv")
     assert columns == ["path", "label"] and [number for number, _ in rows] == [3, 6]
+
+
+def test_what_is_no_table_is_named_by_few_characters(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    for content in ("[" * 100_000, "," * 50_000 + "a", "x,x," + "y" * 90_000, '"' + "z" * 90_000):
+        path.write_text(content)
+        with pytest.raises(DataError) as refused:
+            read_table(path)
+        assert len(str(refused.value)) < len(str(path)) + 300, content[:9]

@@ -34,9 +34,12 @@ def test_the_frontier_begins_with_plain_training_and_goes_down(table: PlanTable)
     assert points[0]["plain"] and points[0]["over_plain"] == 1
     assert points[0]["peak_bytes"] == table.shown.memory.peak_bytes
     assert len(points) > 2
+    assert table.shown.step.wait_s > 0 and points[0]["timeline"]["step_s"] == pytest.approx(points[0]["time_s"])
     for one, next_one in itertools.pairwise(points):
         assert next_one["peak_bytes"] < one["peak_bytes"] and next_one["over_plain"] >= one["over_plain"]
     for point in points:
+        longest = max(row[4] + row[5] for row in point["timeline"]["events"]) / 1e6
+        assert longest <= point["timeline"]["step_s"] * 1.001
         held = [m["peak_bytes"] for m in point["timeline"]["memory"]]
         assert held == [pytest.approx(point["peak_bytes"], rel=1e-6)]
         weights = sum(table.shown.costs.parameters.values())  # they stay when backward is over

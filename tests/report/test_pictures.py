@@ -33,6 +33,7 @@ def test_a_profile_has_the_wait_a_time_axis_and_a_colour_for_each_kind() -> None
     picture = profile_svg(profile(job, parse("h200").devices[0], size=1))
     said = words(picture)
     assert any(w.startswith("wait for the host") for w in said)
+    assert any(re.match(r"step \S+ \S+ \(estimated\), ", w) for w in said), "in the words of the table"
     for name in ("time of a step", "time of forward and backward", "memory at the peak"):
         assert any(re.fullmatch(rf"{name} \((ns|µs|ms|s|bytes|[KMG]iB)\)", w) for w in said), name
     assert len(swatches(picture)) == len(set(swatches(picture))) >= 4
@@ -65,3 +66,18 @@ def test_curves_of_a_few_trials_are_told_apart_and_of_many_by_their_state() -> N
     many = draw_curves([trial(i, "pruned" if i % 2 else "complete") for i in range(12)])
     assert {"best", "complete", "pruned"} <= set(words(many))
     assert "no trial has made a step yet" in draw_curves([])
+
+
+def test_a_curve_above_the_axis_leaves_the_picture_and_is_counted() -> None:
+    def trial(number: int, *losses: float) -> TrialResult:
+        return TrialResult(number, {"lr": number}, "complete", losses[-1], len(losses), list(enumerate(losses, 1)))
+
+    calm = [trial(i, *(1.0 - 0.001 * (s + i) for s in range(20))) for i in range(9)]
+    drawn = draw_curves([*calm, trial(9, 1.0, *([1e9] * 3), 0.5, *([0.4] * 15))])
+    lines = [e for e in ElementTree.fromstring(drawn).iter() if e.tag.endswith("polyline")]
+    assert len(lines) == 11  # the last one comes back
+    tops = [[float(place.split(",")[1]) for place in str(line.get("points")).split()] for line in lines]
+    edge = min(map(min, tops))
+    assert sum(y == edge for line in tops for y in line) == 2, "it touches the edge twice, and does not run along it"
+    assert any("; 1 trial goes above the axis" in word for word in words(drawn))
+    assert not any("above the axis" in word for word in words(draw_curves(calm)))

@@ -79,6 +79,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     shown = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert "open_slide" in (tmp_path / "reference" / "data" / "index.html").read_text()
+    assert not list(tmp_path.rglob("*.py*")), "what makes pages is no page"
 
 
 SHOWN = sorted(

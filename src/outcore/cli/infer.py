@@ -62,7 +62,7 @@ def infer(
         typer.Option(
             "--key",
             help="Which output, of a model that returns several: its name or number.",
-            show_default="(the run's)",
+            show_default="the run's",
         ),
     ] = None,
     classes: Annotated[

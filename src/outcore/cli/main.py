@@ -59,12 +59,13 @@ class _Command(TyperCommand):
     """A command whose flags are shown without a type, and which looks where it is to write before it works."""
 
     def invoke(self, ctx: Any) -> Any:
-        for name in ("svg", "html", "page", "trace", "export", "output"):
-            if (path := ctx.params.get(name)) is not None and self.name not in _FOLDERS:
-                _check_file(Path(path))
+        from outcore.cli.common.places import check_files, check_folder
+
+        if self.name not in _FOLDERS:
+            check_files(ctx.params)
         for name, option in (("out", "--out"), ("output", "--output"), ("folder", "--out")):
             if self.name in _FOLDERS and ctx.params.get(name) is not None:
-                _check_folder(Path(ctx.params[name]), option)
+                check_folder(Path(ctx.params[name]), option)
         if (memory := ctx.params.get("memory")) is not None:
             from outcore.machine.units import parse_budget
 
@@ -111,28 +112,6 @@ class _Commands(TyperGroup):
             super().format_help(ctx, fitting(self, formatter))
         finally:
             self._listing = False
-
-
-def _check_folder(path: Path, option: str) -> None:
-    """Refuse a folder that could not be made."""
-    from outcore.errors import OutcoreError
-
-    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    if not os.access(there, os.W_OK):
-        said = f"{path} cannot be written: {there} takes no files of yours"
-        raise OutcoreError(f"{said}; name another place: {option} {Path.home() / path.name}")
-
-
-def _check_file(path: Path) -> None:
-    """Refuse a file that could not be written."""
-    from outcore.errors import OutcoreError
-
-    if path.is_dir():
-        raise OutcoreError(f"{path} is a folder; give the name of a file: {path / 'NAME'}")
-    if not path.parent.is_dir():
-        raise OutcoreError(f"no folder {path.parent} for {path.name}; make it first: mkdir -p {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OutcoreError(f"{path} cannot be written: {path.parent.resolve()} takes no files of yours; name another")
 
 
 app = typer.Typer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -12,7 +13,8 @@ from rich.console import Console
 
 from outcore.cli.common.messages import working, wrote
 from outcore.cli.common.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.documents.reading import write_text
+from outcore.documents.reading import read_json, write_text
+from outcore.documents.schema import ListOf, Text
 from outcore.errors import PlanError
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_budget
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from outcore.program.plan.document import Plan
 
 __all__ = ["plan", "simulate"]
+
+_MOST_RANKS = 1024
+"""Of a grid: for more, laying it out takes longer than anyone waits."""
 
 MachineName = Annotated[
     str | None,
@@ -99,7 +104,7 @@ def plan(
         raise typer.BadParameter(f"must be compute or memory, not {balance}", param_hint="--balance")
     if schedule is not None and schedule not in SCHEDULES:
         raise typer.BadParameter(f"must be one of {', '.join(SCHEDULES)}, not {schedule}", param_hint="--schedule")
-    if level not in ("block", "layer") and not level.isdigit():
+    if level not in ("block", "layer") and not level.isdecimal():
         raise typer.BadParameter(f"must be block, layer or a depth like 2, not {level}", param_hint="--level")
     if batch_norm is not None and batch_norm not in get_args(BatchNorm):
         wrong = f"must be one of {', '.join(get_args(BatchNorm))}, not {batch_norm}"
@@ -158,7 +163,7 @@ def plan(
         if devices is None and 1 < where.ranks < made.ranks:
             made = plan_vertically(graph, weights, ranks=where.ranks, **wanted)
     else:
-        granularity = cast("Any", int(level) if level.isdigit() else level)
+        granularity = cast("Any", int(level) if level.isdecimal() else level)
         with working(f"planning for {count} devices", quiet=json):
             made = make_plan(
                 graph,
@@ -254,8 +259,10 @@ def _grid(text: str) -> tuple[int, ...] | None:
     if text == "auto":
         return None
     parts = text.split("x")
-    if not all(part.isdigit() and int(part) for part in parts):
+    if not all(part.isdecimal() and int(part) for part in parts):
         raise typer.BadParameter(f"must be auto or numbers like 2x2, not {text}", param_hint="--grid")
+    if (ranks := math.prod(map(int, parts))) > _MOST_RANKS:
+        raise typer.BadParameter(f"{text} are {ranks:,} ranks; give {_MOST_RANKS:,} at most", param_hint="--grid")
     return tuple(int(part) for part in parts)
 
 
@@ -267,12 +274,12 @@ def _machine(name: str | None) -> Machine:
 
 
 def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
+    """What a file of --stages holds: `[["stem", "layer1"], ["layer2"]]`."""
     try:
-        read = json_module.loads(path.read_text(encoding="utf-8"))
-        return tuple(tuple(str(name) for name in stage) for stage in read)
-    except (json_module.JSONDecodeError, TypeError) as error:
-        message = f'{path} must be a list of lists of blocks, like [["stem", "layer1"], ["layer2"]]: {error}'
-        raise PlanError(message) from None
+        read: list[list[str]] = read_json(path, ListOf(ListOf(Text(1), least=1), least=1), PlanError)
+    except PlanError as error:
+        raise PlanError(f'{error}; write the blocks of each stage: [["stem", "layer1"], ["layer2"]]') from None
+    return tuple(map(tuple, read))
 
 
 def _timeline(made: Plan, graph: Graph, weights: CallWeights, machine: Machine) -> Timeline:

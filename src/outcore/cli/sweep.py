@@ -55,7 +55,9 @@ def sweep(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Try which way of running is fastest.")
     ] = True,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights, the data and the search.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of the weights, the data and the search.")
+    ] = 0,
     json: Json = False,
 ) -> None:
     """Train many configurations of a job together, one row per configuration.
@@ -94,7 +96,10 @@ def sweep(
     )
     made = missing_folders(output)
     output.mkdir(parents=True, exist_ok=True)
+    study = output / "study.db"
+    begun = study.exists()
     source: TrialSource
+    running: Sweep | None = None
     try:
         count = trials or len(grid(wanted))
         if trials is None and pruner == "none":
@@ -110,6 +115,8 @@ def sweep(
         typer.echo(f"interrupted; run the same command again to go on with {output}", err=True)
         raise typer.Exit(130) from None
     finally:
+        if not begun and (running is None or not running.stepped):  # a study in which nothing was tried
+            study.unlink(missing_ok=True)
         remove_empty(made)
     if json:
         rows = [asdict(r) for r in sorted(running.results.values(), key=lambda r: r.number)]

@@ -69,6 +69,8 @@ def crop_batch(batch: Any, side: int) -> Any:
     >>> tuple(args[0].shape), tuple(target.shape)
     ((1, 3, 16, 8), (1, 16, 8))
     """
+    if (whole := longest_side(batch)) is not None and side > whole:
+        raise OutcoreError(f"images of {whole} px cannot be cropped to {side:,} px; give --image {whole} or less")
     return with_longest_side(batch, batch[:2], side, _middle)
 
 

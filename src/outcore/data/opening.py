@@ -78,8 +78,7 @@ def _reader(path: Path) -> Callable[[], Reader]:
         return partial(_openslide, path)
     if suffix in _TIFF:
         return partial(_openslide, path) if _vendor(path) not in (None, "generic-tiff") else partial(_tiff, path)
-    known = ", ".join((*_TIFF, *_SCANNERS[1:4], ".zarr", ".npy", *_IMAGES[:2]))
-    raise DataError(f"{path} has a format that is not known; known are {known}")
+    raise DataError(f"{path} has a format that is not known; known are {', '.join(sorted(SLIDE_ENDINGS))}")
 
 
 def _vendor(path: Path) -> str | None:

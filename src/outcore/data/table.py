@@ -25,7 +25,7 @@ from typing import Literal
 
 from outcore.data.opening import SLIDE_ENDINGS, open_slide
 from outcore.data.slide import DamagedTile, OnDamage, Slide
-from outcore.data.table_file import read_rows
+from outcore.data.table_file import listed, read_rows
 from outcore.errors import DataError, MissingPackageError
 
 OnBad = Literal["raise", "skip"]
@@ -150,7 +150,7 @@ def read_table(
     path = Path(path)
     columns, lines = read_rows(path)
     if "path" not in columns or not {"label", "mask"} & set(columns):
-        raise DataError(f"{path} has columns {', '.join(columns) or 'none'}; needed are path, and label or mask")
+        raise DataError(f"{path} has columns {listed(columns)}; needed are path, and label or mask")
     if not lines:
         raise DataError(f"{path} names no slide; below its columns write a line for each, like slides/001.tif,benign")
     labels, names = _labels(path, [(n, line.get("label")) for n, line in lines], "label" in columns, classes)

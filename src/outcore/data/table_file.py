@@ -11,10 +11,11 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from outcore.errors import DataError
-from outcore.machine.units import format_bytes
+from outcore.machine.units import counted, format_bytes
 
 _LARGEST_BYTES = 256 << 20
 """A table of a million slides takes less."""
@@ -44,8 +45,20 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     except csv.Error as error:
         raise DataError(f"{path} is not a table: {error}; save it as CSV again") from None
     if twice := sorted({c for c in columns if c and columns.count(c) > 1}):
-        raise DataError(f"{path} has the column {twice[0]} {columns.count(twice[0])} times; one is needed")
+        raise DataError(f"{path} has the column {twice[0][:60]} {columns.count(twice[0])} times; one is needed")
     return columns, [(number, row) for number, row in rows if row.get("path", "").strip()]
+
+
+def listed(columns: Sequence[str]) -> str:
+    """Columns by name, for a message: of what is no table one may have a million characters.
+
+    >>> listed(["slide", "grade"]), listed([]), listed("abcdefghij")
+    ('slide, grade', 'none', 'a, b, c, d, e, f, g and 3 others')
+    """
+    most = 7
+    names = ", ".join(name if len(name) <= 30 else f"{name[:29]}…" for name in columns[:most])
+    others = len(columns) - most
+    return (names or "none") + (f" and {counted(others, 'other')}" if others > 0 else "")
 
 
 def _text(path: Path, data: bytes) -> str:

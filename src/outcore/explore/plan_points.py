@@ -138,7 +138,9 @@ class PlanTable:
             "plain": not policies,
             "policy": policies_to_json(policies),
             "blocks": self._blocks(policies, one.outcome),
-            "timeline": timeline_json(timeline, self.model, self.shown.step.optimizer_s),
+            "timeline": timeline_json(
+                timeline, self.model, self.shown.step.optimizer_s, self.shown.step.step_s - self.model.plain_s
+            ),
             "moved_bytes": one.outcome.transfers.bytes if one.outcome.transfers is not None else 0,
         }
 
@@ -186,16 +188,21 @@ def _frontier(found: list[Assignment]) -> list[Assignment]:
     return kept
 
 
-def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_s: float = 0.0) -> dict[str, Any]:
+def timeline_json(
+    timeline: Timeline, model: StepModel | None = None, optimizer_s: float = 0.0, beside_s: float = 0.0
+) -> dict[str, Any]:
     """A timeline in few bytes: rows of rank, stream, kind, name, start and length in microseconds, bytes.
 
-    Names are positions in the list of calls where an event is the forward or backward of one call.
+    Names are positions in the list of calls where an event is the forward or backward of one call. What a step takes
+    beside these (`beside_s`) is the wait for the host and, at its end, the update.
     """
+    beside_s = max(beside_s, optimizer_s)
     forward: Iterator[int] = iter(range(len(model.order))) if model is not None else iter(())
     backward = iter(list(reversed(model.differentiated))) if model is not None else iter(())
     kinds: dict[str, int] = {}
     rows: list[list[Any]] = []
     for event in timeline.events:
+        start_s = event.start_s
         name: str | int = event.name.partition(" ")[2] or event.name
         if model is not None and event.stream == "compute":
             name = next(forward, name) if event.kind == "forward" else name
@@ -203,9 +210,10 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
         length = event.end_s - event.start_s
         if event.kind == "step" and model is not None:
             length, name = optimizer_s, "optimizer"
+            start_s = timeline.step_s + beside_s - optimizer_s
         if length > 0:
             where = [event.rank, STREAMS.index(event.stream), kinds.setdefault(event.kind, len(kinds))]
-            rows.append([*where, name, round(event.start_s * 1e6, 2), round(length * 1e6, 2), event.bytes, event.stage])
+            rows.append([*where, name, round(start_s * 1e6, 2), round(length * 1e6, 2), event.bytes, event.stage])
     ranks = list(timeline.memory)
     if model is not None and ranks and ranks[0].bytes:
         ranks[0] = ranks[0].ending_with(update_parts(model.plain))  # the update comes after the script's last action
@@ -214,7 +222,7 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
         "kinds": list(kinds),
         "events": rows,
         "ranks": len(timeline),
-        "step_s": timeline.step_s + optimizer_s,
+        "step_s": timeline.step_s + beside_s,
         "bubble": timeline.bubble,
         "memory": [
             {"times_us": [round(t * 1e6, 1) for t in m.times_s], "bytes": list(m.bytes), "peak_bytes": m.peak_bytes}

@@ -33,6 +33,7 @@ from outcore.fusion.program.call import MemberRandomness
 from outcore.fusion.program.values import Stacked, member_of
 from outcore.fusion.runner import cut
 from outcore.graph.structure import leaves, substitute
+from outcore.machine.units import format_bytes
 
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
@@ -81,8 +82,8 @@ class Forecast:
         return fitting[-1]
 
     def __str__(self) -> str:
-        each = (self.resting_bytes + self.running_bytes) / 2**20
-        return f"{each:,.1f} MiB per member, {self.peak_bytes() / 2**20:,.1f} MiB for {self.members}"
+        each = format_bytes(self.resting_bytes + self.running_bytes)
+        return f"{each} per member, {format_bytes(self.peak_bytes())} for {self.members}"
 
 
 def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Forecast:

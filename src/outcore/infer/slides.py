@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.data.opening import SLIDE_ENDINGS, is_zarr
-from outcore.data.table_file import read_rows
+from outcore.data.table_file import listed, read_rows
 from outcore.errors import DataError
 from outcore.infer.pyramid import SOFTWARE
 
@@ -58,7 +58,7 @@ def find_slides(data: Path) -> list[SlideInput]:
     else:
         columns, rows = read_rows(data)
         if "path" not in columns:
-            raise DataError(f"{data} has columns {', '.join(columns) or 'none'}; needed is path")
+            raise DataError(f"{data} has columns {listed(columns)}; needed is path")
         found = [(data.parent / row["path"].strip(), row["path"].strip(), row.get("label", "")) for _, row in rows]
         if not found:
             raise DataError(f"{data} names no slide; below its columns write a line for each, like slides/001.tif")

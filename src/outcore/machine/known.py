@@ -21,7 +21,7 @@ __all__ = ["known", "rated"]
 def known() -> Machine:
     """This machine, every device with its rates."""
     machine = remembered()
-    if all(device.rates for device in machine.devices):
+    if all(map(_is_measured, machine.devices)):
         return machine
     entry = _catalogued(machine.devices[0])
     link = machine.host_link if machine.host_link is not None or entry is None else entry.host_link
@@ -30,12 +30,17 @@ def known() -> Machine:
 
 def rated(device: Device) -> Device:
     """A device of this machine with its rates."""
-    if device.rates:
+    if _is_measured(device):
         return device
     if (entry := _catalogued(device)) is not None:
         return replace(entry.device, name=device.name, memory_bytes=device.memory_bytes)
     measured = probe(devices=("cpu" if device.kind == "cpu" else "cuda:0",))
     return next(d for d in (*measured.devices, measured.host) if d is not None and d.kind == device.kind)
+
+
+def _is_measured(device: Device) -> bool:
+    """Whether all is there that times follow from: measuring may have been interrupted after the first rates."""
+    return bool(device.rates) and device.bandwidth_bytes_per_s > 1 and (device.kind != "cpu" or device.dispatch_s > 0)
 
 
 def _catalogued(device: Device) -> KnownGPU | None:

@@ -90,7 +90,7 @@ class Machine:
         if kind == "cpu" and self.host is not None:
             return self.host
         found = [d for d in self.devices if not kind or d.kind == kind]
-        position = int(index) if index.isdigit() else 0
+        position = int(index) if index.isdecimal() else 0
         if position < len(found):
             return found[position]
         have = ", ".join(d.name for d in self.devices)

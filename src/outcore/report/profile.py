@@ -15,7 +15,7 @@ from outcore.cost.predicted.scaling import Scaling
 from outcore.cost.profile import Profile
 from outcore.machine import format_bytes, format_rate, format_time
 
-__all__ = ["ProfileView", "scaling_table"]
+__all__ = ["ProfileView", "scaling_table", "source_in_words"]
 
 _BAR = "▏▎▍▌▋▊▉█"
 _WIDTH = 12
@@ -42,11 +42,12 @@ class ProfileView:
         grid = Table.grid(padding=(0, 2))
         share = p.memory.peak_bytes / p.device.memory_bytes
         measured = p.step.source == "measured"
-        source = "from measured blocks" if measured else "estimated" if p.step.source == "analytic" else p.step.source
         between = "from the fastest to the slowest runs" if measured else "in four cases of five"
         grid.add_row("job", f"{p.job}, batch {p.size}, on {p.device.name}")
         low, high = map(format_time, p.step.interval_s)
-        grid.add_row("step", f"{format_time(p.step.step_s)}, {source} ({low} to {high} {between}): {_phases(p)}")
+        grid.add_row(
+            "step", f"{format_time(p.step.step_s)}, {source_in_words(p)} ({low} to {high} {between}): {_phases(p)}"
+        )
         grid.add_row("throughput", f"{p.per_second:,.2f} samples/s, device busy {p.busy_share:.0%}")
         memory = f"{format_bytes(p.memory.peak_bytes)} of {format_bytes(p.device.memory_bytes)}"
         style = "" if p.fits else "bold red"
@@ -127,6 +128,12 @@ class ProfileView:
         for path, total in self.profile.costs.by_depth(self.depth).items():
             if count := found[path]:
                 yield path if total.calls == 1 else f"{path} ({count} of {total.calls} calls)"
+
+
+def source_in_words(profile: Profile) -> str:
+    """Where the time of a step comes from, as tables and pictures say it."""
+    source = profile.step.source
+    return {"measured": "from measured blocks", "analytic": "estimated"}.get(source, str(source))
 
 
 def scaling_table(scaling: Scaling) -> Table:

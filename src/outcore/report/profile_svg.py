@@ -17,6 +17,7 @@ from outcore.figure import SMALL, WIDE, Span, bytes_unit, document, legend, line
 from outcore.graph.parts import ancestors
 from outcore.machine import format_bytes, format_time
 from outcore.ops.registry import kinds
+from outcore.report.profile import source_in_words
 
 __all__ = ["profile_svg"]
 
@@ -65,7 +66,7 @@ class _Bar:
 def profile_svg(profile: Profile, *, depth: int = 6) -> str:
     """The picture, as SVG text."""
     facts = (
-        f"step {format_time(profile.step.step_s)} ({profile.step.source}), "
+        f"step {format_time(profile.step.step_s)} ({source_in_words(profile)}), "
         f"{profile.per_second:,.1f} samples/s, peak {format_bytes(profile.memory.peak_bytes)} "
         f"of {format_bytes(profile.device.memory_bytes)}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,6 +24,7 @@ from outcore.fusion.sweep.optuna_tuner import Tuner
 from outcore.fusion.sweep.space import SearchDimension, grid, parse_settings
 from outcore.fusion.sweep.sweep import Sweep, SweepOptions
 from outcore.fusion.sweep.trials import ListedTrials, Trial, TrialResult
+from tests.cli.command import outcore_command
 
 JOB = """
 import torch
@@ -295,6 +297,38 @@ def test_a_sweep_that_fails_before_its_first_step_leaves_no_folder(job: str, tmp
     ran = CliRunner().invoke(app, ["sweep", job, "--set", "foo=1", "--no-measure", "-o", str(tmp_path / "new/out")])
     assert isinstance(ran.exception, OutcoreError)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("trials", [(), ("--trials", "2"), ("--pruner", "asha")])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_sweep_of_a_job_that_cannot_be_imported_leaves_no_study(
+    trials: tuple[str, ...], there: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text("def (")
+    if there:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").write_text("kept")
+    shown = outcore_command("sweep", "job.py", "--set", "lr=1,2", "--no-measure", *trials, "-o", "out", folder=tmp_path)
+    assert shown.returncode == 1 and "cannot be imported" in shown.stderr
+    assert [path.name for path in (tmp_path / "out").glob("*")] == (["mine.txt"] if there else [])
+    assert (tmp_path / "out").exists() == there
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--set", "lr=1,2", "--seed", str(2**32)), 2, "must be a whole number from 0 to 4294967295"),
+        (("--set", "lr=1,2", "--seed", "-1"), 2, "must be a whole number from 0 to 4294967295"),
+        (("--set", f"seed=1,{2**63}"), 1, "it must fit into 64 bits"),
+        (("--set", "seed=1e400,2"), 1, "give a whole number"),
+        (("--set", "batch=1e400,2"), 1, "give a whole number"),
+    ],
+)
+def test_a_seed_that_is_none_is_refused(job: str, tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    shown = outcore_command("sweep", job, *words, "--no-measure", "--steps", "2", "-o", "out", folder=tmp_path)
+    assert shown.returncode == code and "Traceback" not in shown.stderr
+    assert said in " ".join(re.sub("[│╭╮╰╯─]", " ", shown.stderr).split()), shown.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_measures_and_says_what_it_achieved(job: str, tmp_path: Path) -> None:

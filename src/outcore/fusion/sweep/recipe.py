@@ -7,6 +7,7 @@ that of the first weights; every other is set in the optimizer's groups (`lr`, `
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
@@ -97,8 +98,10 @@ class Recipe:
 
 
 def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, int | float) or value != int(value):
+    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
         raise FuseError(f"--set {name}={value}: give a whole number")
+    if not -(2**63) <= value < 2**63:
+        raise FuseError(f"--set {name}={value}: it must fit into 64 bits")
     return int(value)
 
 

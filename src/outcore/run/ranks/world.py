@@ -67,7 +67,7 @@ def identify(variables: Mapping[str, str]) -> LauncherEnvironment | None:
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     given = variables.get(name) or str(default)
-    if not given.strip().isdigit():
+    if not given.strip().isdecimal():
         raise EngineError(f"{name}={given!r} was given; it must be a number, as launchers set it, or not be set")
     return int(given)
 
