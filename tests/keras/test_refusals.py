@@ -61,6 +61,28 @@ class Weighted(keras.Model):  # type: ignore[misc]
         return x * self.scale
 
 
+class Alone(keras.Model):  # type: ignore[misc]
+    """A class that computes with a weight before an input comes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.add_weight(shape=(6,), initializer="ones", name="scale")
+        self.last = L.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.last(x * K.softmax(self.scale)) + K.sum(x * self.scale, axis=-1, keepdims=True)
+
+
+class AloneLayer(L.Layer):  # type: ignore[misc]
+    """The same of a layer."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        return x * K.cast(self.scale, x.dtype) + x * self.scale
+
+
 class Marking(L.Layer):  # type: ignore[misc]
     """Masks what is small."""
 
@@ -73,8 +95,8 @@ class Marking(L.Layer):  # type: ignore[misc]
         return K.any(K.abs(x) > 1, -1)
 
 
-def weighted() -> Any:
-    model = Weighted()
+def built(kind: Any) -> Any:
+    model = kind()
     model(np.zeros((2, 6)))
     return model
 
@@ -115,7 +137,9 @@ def subclass(kind: Any) -> Any:
 
 
 REFUSED = {
-    "a weight of the model itself": (weighted, "weighted/scale has a regularizer"),
+    "a weight of the model itself": (lambda: built(Weighted), "weighted/scale has a regularizer"),
+    "a weight that a class computes with alone": (lambda: built(Alone), "computes with alone/scale alone"),
+    "one that a layer computes with": (lambda: model_of(AloneLayer()), "computes with .*scale alone"),
     "outputs with a mask": (lambda: model_of(L.Dense(3), Marking(), shape=SERIES), "output 0 of .* has a mask"),
     "statistics of every step": (
         lambda: model_of(L.TimeDistributed(model_of(L.Dense(3), L.BatchNormalization(), shape=(4,))), shape=SERIES),
@@ -139,6 +163,12 @@ def test_what_a_twin_would_lose_is_refused(name: str) -> None:
     make, said = REFUSED[name]
     with pytest.raises(ModelError, match=said):
         outcore.keras.to_torch(make())
+
+
+def test_a_weight_that_a_class_computes_with_alone_is_no_constant_under_a_budget() -> None:
+    """It was that of the moment of planning, and was not trained."""
+    with pytest.raises(ModelError, match="computes with alone/scale alone"):
+        outcore.within(built(Alone), [(4, 6)], memory=None, quiet=True)
 
 
 CARRIED = {

@@ -123,8 +123,16 @@ def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
 
     symbolic = substitute(args, fresh)
     how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
+    read: list[Any] = []
     with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode):
+        value_of = scope.get_current_value
+        scope.get_current_value = lambda variable: (read.append(variable), value_of(variable))[1]
         outputs = type(layer).call(layer, *symbolic, **how)
+    if read:  # what comes of it would be a constant, and the weight would not be trained
+        raise ValueError(
+            f"it computes with {read[0].path} alone; let a layer do it, or give the weight to an operation together "
+            "with what depends on the input"
+        )
     if scope.losses:
         raise ValueError("it adds a loss of its own; let a layer add it")
     if scope.state_mapping:
