@@ -126,7 +126,12 @@ def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
     read: list[Any] = []
     with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode):
         value_of = scope.get_current_value
-        scope.get_current_value = lambda variable: (read.append(variable), value_of(variable))[1]
+
+        def noted(variable: Any) -> Any:
+            read.append(variable)
+            return value_of(variable)
+
+        scope.get_current_value = noted
         outputs = type(layer).call(layer, *symbolic, **how)
     if read:  # what comes of it would be a constant, and the weight would not be trained
         raise ValueError(
