@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from outcore.errors import ModelError
+from outcore.keras.installed import numbered_anew
 from outcore.keras.twin import leaves, substitute
 
 __all__ = ["fixed_mode", "functional_of", "graph_of_call", "graph_of_class", "inputs_of", "still_does"]
@@ -116,7 +117,10 @@ def still_does(keras: Any, model: Any, graph: Any) -> bool:
 
 
 def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
-    """A functional model of what a ``call`` does in training or not, with inputs like the given symbolic ones."""
+    """A functional model of what a ``call`` does in training or not, with inputs like the given symbolic ones.
+
+    Its operations are numbered anew: they give their names to a twin, which has to have the same ones every time.
+    """
 
     def fresh(tensor: Any) -> Any:
         return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=tensor.dtype)
@@ -124,7 +128,7 @@ def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
     symbolic = substitute(args, fresh)
     how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
     read: list[Any] = []
-    with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode):
+    with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode), numbered_anew():
         value_of = scope.get_current_value
 
         def noted(variable: Any) -> Any:
@@ -133,15 +137,15 @@ def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
 
         scope.get_current_value = noted
         outputs = type(layer).call(layer, *symbolic, **how)
+    if scope.losses:
+        raise ValueError("it adds a loss of its own; let a layer add it")
+    if scope.state_mapping:
+        raise ValueError("it changes variables or draws numbers; let a layer do it")
     if read:  # what comes of it would be a constant, and the weight would not be trained
         raise ValueError(
             f"it computes with {read[0].path} alone; let a layer do it, or give the weight to an operation together "
             "with what depends on the input"
         )
-    if scope.losses:
-        raise ValueError("it adds a loss of its own; let a layer add it")
-    if scope.state_mapping:
-        raise ValueError("it changes variables or draws numbers; let a layer do it")
     inputs = symbolic[0] if len(symbolic) == 1 else list(leaves(symbolic))
     return keras.src.models.functional.Functional(inputs, outputs, name=layer.name)
 
