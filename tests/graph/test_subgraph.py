@@ -47,3 +47,27 @@ def test_state_has_its_own_name_and_what_is_not_saved_stays_so() -> None:
     assert first.scale is net.scale and first.table is net.table and last.last is net.last
     assert set(first.state_dict()) == {"first.weight", "first.bias", "scale", "mean"}
     assert set(first.state_dict()) | set(last.state_dict()) == set(net.state_dict())
+
+
+class Many(nn.Module):
+    """Tensors that calls take one by one, as modules of one's own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(24):
+            self.register_buffer(f"shift_{number * 7 % 24}", torch.rand(4))
+            self.register_parameter(f"scale_{number * 5 % 24}", nn.Parameter(torch.rand(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(24):
+            x = x * getattr(self, f"scale_{number}") + getattr(self, f"shift_{number}")
+        return x
+
+
+def test_tensors_are_in_the_order_of_the_calls_in_every_process() -> None:
+    """They were in the order of a set of their names, so that two ranks sent each other different ones."""
+    net = Many()
+    graph = outcore.capture(net, (torch.rand(3, 4),))
+    part = Subgraph(graph, net, graph._running()[1], set(graph.calls))
+    assert [name for name, _ in part.named_buffers()] == [f"shift_{number}" for number in range(24)]
+    assert [name for name, _ in part.named_parameters()] == [f"scale_{number}" for number in range(24)]

@@ -52,7 +52,7 @@ class Wrapped(keras.Model):
         self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
 
     def call(self, x: Any, training: bool | None = None) -> Any:
-        return keras.tree.map_structure(lambda one: one * K.cast(self.scale, one.dtype), self.inner(x))
+        return keras.tree.map_structure(lambda one: one * self.scale, self.inner(x))
 
 
 class Counted(keras.metrics.Metric):
@@ -318,10 +318,18 @@ class Program:
         if TORCH:
             within_some(model, given, (self.budget, "96%", "300%"))
             return
+        if not _same_in_parts(model):
+            self.parts = 1
         if self.parts > 1:
             shapes = [x.shape for x in keras.tree.flatten(given)]
             outcore.keras.within(model, shapes, memory=None, micro_batches=self.parts, quiet=True)
         segmented(model, given, np.random.default_rng(self.seed + 5), self.parts)
+
+
+def _same_in_parts(model: Any) -> bool:
+    """Whether a batch in parts is the same training: nothing is drawn, and nothing normalizes over the batch."""
+    drawn = any("seed_generator" in variable.path for variable in model.non_trainable_variables)
+    return not drawn and not any(isinstance(one, L.BatchNormalization) for one in model._flatten_layers())
 
 
 def within_some(model: Any, given: Any, budgets: tuple[str, ...]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-import tests.keras.odd_layers  # noqa: F401  (registers its programs)
+import tests.keras.odd_effects
+import tests.keras.odd_layers  # noqa: F401  (both register their programs)
 from outcore.errors import OutcoreError
 from tests.keras.drawn_fits import TORCH, difference, segmented, stepped, within_some
 from tests.keras.fit_program import (

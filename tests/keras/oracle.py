@@ -13,6 +13,7 @@ import torch
 import outcore.keras as outcore_keras
 from outcore.keras.check import example_inputs
 from outcore.keras.installed import require_keras
+from outcore.keras.symbolic import inputs_of
 from outcore.keras.twin import leaves
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -48,7 +49,7 @@ def scrambled(model: Any, seed: int = 0) -> Any:
 
 
 def as_given(model: Any, inputs: list[Any]) -> Any:
-    structure = model._inputs_struct if hasattr(model, "_inputs_struct") else model._functional._inputs_struct
+    structure = inputs_of(keras, model)
     if isinstance(structure, dict):
         return dict(zip(sorted(structure), inputs, strict=True))
     return inputs if isinstance(structure, (list, tuple)) else inputs[0]

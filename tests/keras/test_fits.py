@@ -21,6 +21,7 @@ from outcore.keras.tensorflow.traced import step_facts
 from outcore.one_device.keras_fit import inputs_of, prepared
 from tests.keras.drawn_fits import difference, segmented
 from tests.keras.fit_program import GOALS, PROGRAMS, RANDOM_X, dense
+from tests.keras.odd_effects import EFFECTS, with_effects
 from tests.keras.odd_fits import compare
 from tests.keras.odd_layers import Counting
 from tests.keras.oracle import keras
@@ -53,6 +54,18 @@ def test_calls_that_change_or_read_what_is_not_their_own_are_not_run_again() -> 
         for call, fact in zip(calls.calls, facts.calls, strict=True):
             assert fact.pure == (not call.path.endswith("/odd")), call.path
     assert facts.changing.endswith("/odd")
+
+
+@pytest.mark.parametrize("kind", EFFECTS)
+def test_calls_that_do_more_than_return_a_value_are_not_run_again_nor_split_unasked(kind: Any) -> None:
+    """`tf.nn.dropout` drew another mask in backward, and the gradients were those of neither."""
+    model = with_effects(kind)
+    functional = traced_functional(keras, model)
+    calls = list_calls(keras, model, functional)
+    facts = step_facts(keras, model, _specs(model, functional, [(4, 6)]), calls)
+    for call, fact in zip(calls.calls, facts.calls, strict=True):
+        assert fact.pure == ("/odd_" not in call.path), call.path
+    assert "/odd_0" in facts.changing
 
 
 class Chosen(keras.Model):  # type: ignore[misc]

@@ -93,3 +93,43 @@ def test_a_model_of_keras_2_is_answered() -> None:
     assert is_keras_2(old)
     with pytest.raises(JobError, match="Keras 2"):
         outcore.Job(model=lambda: old, batch=lambda size: (torch.randn(size, 3), None)).build()
+
+
+OF_A_CLASS = """
+import keras
+import torch
+
+L = keras.layers
+
+
+class Block(L.Layer):
+    def build(self, shape):
+        self.inner = L.Dense(shape[-1], name="inner")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return x + self.inner(x * 2)
+
+
+def model():
+    given = keras.Input((6,))
+    return keras.Model(given, L.Dense(2)(Block(name="second")(Block(name="first")(given))))
+
+
+def batch(size):
+    return torch.randn(size, 6, dtype=torch.float64), torch.randn(size, 2, dtype=torch.float64)
+
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+"""
+
+
+def test_operations_of_a_class_have_the_same_names_every_time_it_is_built(tmp_path: Path) -> None:
+    """Keras counts them for as long as a process lives: ranks refused the plan that had been made for their graph."""
+    path = tmp_path / "job.py"
+    path.write_text(OF_A_CLASS)
+    job = outcore.Job.load(str(path))
+    graphs = [job.capture(2) for _ in range(3)]
+    assert len({graph.fingerprint for graph in graphs}) == 1
+    assert [list(graph.calls) for graph in graphs[1:]] == [list(graphs[0].calls)] * 2

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from outcore.keras.tensorflow.calls import functional_of, list_calls
+from outcore.keras.symbolic import functional_of
+from outcore.keras.tensorflow.calls import list_calls
 from outcore.keras.tensorflow.executor import Executor
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall
 from tests.keras.oracle import error, keras, tf

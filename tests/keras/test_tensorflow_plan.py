@@ -11,7 +11,8 @@ import pytest
 import outcore
 import outcore.keras
 from outcore.errors import ModelError, OutcoreError, PlanError
-from outcore.keras.tensorflow.calls import functional_of, list_calls
+from outcore.keras.symbolic import functional_of
+from outcore.keras.tensorflow.calls import list_calls
 from outcore.keras.tensorflow.graph_memory import graph_memory
 from outcore.keras.tensorflow.optimized_graph import optimized
 from outcore.keras.tensorflow.segments import Segment, SegmentedCall

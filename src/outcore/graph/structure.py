@@ -182,7 +182,7 @@ def _open_object(tree: Any, kind: type | tuple[type, ...], depth: int) -> _Parts
     attributes = getattr(tree, "__dict__", None)
     if not attributes or isinstance(tree, BaseException) or type(tree).__module__ in ("builtins", "types", "typing"):
         return None
-    if not any(_reaches(value, kind, depth + 1, {id(tree)}) for value in attributes.values()):
+    if not any(_reaches(value, kind, depth + 1, id(tree)) for value in attributes.values()):
         return None
 
     def rebuild(new: list[Any]) -> Any:
@@ -193,16 +193,27 @@ def _open_object(tree: Any, kind: type | tuple[type, ...], depth: int) -> _Parts
     return _Parts(list(attributes), list(attributes.values()), rebuild)
 
 
-def _reaches(tree: Any, kind: type | tuple[type, ...], depth: int, seen: set[int]) -> bool:
-    if isinstance(tree, kind):
-        return True
-    if isinstance(tree, (*_ATOMS, FunctionType)) or depth > _MAX_DEPTH or id(tree) in seen:
-        return False
-    seen = seen | {id(tree)}
-    if isinstance(tree, (tuple, list)):
-        inside = list(tree)
-    elif isinstance(tree, dict):
-        inside = list(tree.values())
-    else:
-        inside = list(getattr(tree, "__dict__", {}).values())
-    return any(_reaches(part, kind, depth + 1, seen) for part in inside)
+def _reaches(tree: Any, kind: type | tuple[type, ...], depth: int, around: int) -> bool:
+    """Whether a leaf of a kind is within reach of a value; every object on the way is looked into once.
+
+    Args:
+        tree: a value.
+        kind: of the leaf.
+        depth: of the value in the structure, whose depth is bounded.
+        around: the identity of the object that holds it.
+    """
+    seen, level = {around}, [tree]
+    while level and depth <= _MAX_DEPTH + 1:
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, kind):
+                return True
+            if isinstance(one, (*_ATOMS, FunctionType)) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, (tuple, list)):
+                inside += one
+            else:
+                inside += (one if isinstance(one, dict) else getattr(one, "__dict__", {})).values()
+        level, depth = inside, depth + 1
+    return False

@@ -47,7 +47,8 @@ class Subgraph(nn.Module):
         modules |= {ref.name for _, ref in leaves(templates, Ref) if ref.kind == "module"}
         for path in sorted(modules):
             _plant_module(self, path, model)
-        for name in {name for call in inside.calls.values() for name in call.parameters}:
+        # In the order of the calls: ranks exchange tensors in the order in which they are found here.
+        for name in dict.fromkeys(name for call in inside.calls.values() for name in call.parameters):
             _plant_tensor(self, name, model)
         self.training = model.training
 

@@ -44,8 +44,9 @@ def example_inputs(model: Any, size: int = 32, batch: int = 2, seed: int = 0) ->
 def check_twin(model: Any, twin: Twin) -> None:
     """Raise if the two differ."""
     keras = require_keras()
+    batch = _batch(keras, model)
     for size in (32, 64, 96, 128, 256):
-        inputs = example_inputs(model, size)
+        inputs = example_inputs(model, size, batch)
         try:
             expected = run_keras(keras, model, inputs)
         except Exception:  # too small for the network's strides: a larger one may do
@@ -69,6 +70,21 @@ def check_twin(model: Any, twin: Twin) -> None:
                 f"output {number} of {model.name} differs by {error:.2g} of its largest between Keras and torch "
                 f"({tolerance:.0e} was allowed); please report this model"
             )
+
+
+def _batch(keras: Any, model: Any) -> int:
+    """How many samples to compare on: of two or more, the first number that is no size of a value in the model.
+
+    On TensorFlow, Keras takes a column that is as long as there are channels for a bias: for as many samples as
+    channels, ``x + keras.ops.sum(x, axis=-1, keepdims=True)`` is another sum.
+    """
+    declared = [tensor.shape[0] for tensor in leaves(inputs_of(keras, model)) if tensor.shape[0] is not None]
+    if declared:
+        return int(declared[0])
+    graphs = [one for one in (model, *_all_layers(model)) if hasattr(one, "_nodes_by_depth")]
+    nodes = (node for graph in graphs for depth in graph._nodes_by_depth.values() for node in depth)
+    taken = {size for node in nodes for tensor in node.outputs for size in tensor.shape}
+    return next(n for n in range(2, len(taken) + 3) if n not in taken)
 
 
 def run_keras(keras: Any, model: Any, inputs: list[Any]) -> list[np.ndarray[Any, Any]]:

@@ -26,7 +26,15 @@ from outcore.keras.carried import Weight
 from outcore.keras.check import check_twin
 from outcore.keras.installed import is_keras, refuse_keras_2, require_keras
 from outcore.keras.part import CONVERTERS, Part, Site
-from outcore.keras.symbolic import fixed_mode, graph_of_call, graph_of_class
+from outcore.keras.refusals import (
+    Precision,
+    refuse_extras,
+    refuse_masked_outputs,
+    refuse_update,
+    what_to_do,
+    why_unknown,
+)
+from outcore.keras.symbolic import fixed_mode, functional_of, graph_of_call, graph_of_class
 from outcore.keras.twin import Constant, Fixed, Slot, Step, Twin, leaves, substitute
 
 __all__ = ["to_torch"]
@@ -60,7 +68,7 @@ def to_torch(
     if not isinstance(model, keras.Model):
         raise ModelError(f"{model.name} is a {type(model).__name__}; wrap it: keras.Sequential([keras.Input(...), it])")
     conversion = _Conversion(keras, layers or {})
-    twin = conversion.model(model, model.name)
+    twin = conversion.model(model, model.name, outermost=True)
     conversion.finish(twin, model)
     if check and not any(p.is_meta for p in twin.parameters()):
         check_twin(model, twin)
@@ -86,12 +94,16 @@ class _Conversion:
         self.weights: list[tuple[nn.Module, Weight]] = []
         self.foreign: set[int] = set()
         """Weights that a function of the user's has taken over."""
+        self.precision = Precision()
 
-    def model(self, model: Any, path: str) -> Twin:
+    def model(self, model: Any, path: str, *, outermost: bool = False) -> Twin:
         """The twin of a model that has a graph."""
         if id(model) not in self.models:
-            _refuse_precision(model, path)
-            self.models[id(model)] = _GraphWalk(self, graph_of(self.keras, model, path), path).run()
+            self.precision.refuse_others(model, path)
+            graph = graph_of(self.keras, model, path)
+            if outermost:
+                refuse_masked_outputs(self.keras, graph, path)
+            self.models[id(model)] = _GraphWalk(self, graph, path).run()
         return self.models[id(model)]
 
     def part(self, layer: Any, site: Site) -> Part:
@@ -99,12 +111,13 @@ class _Conversion:
         key = (id(layer), site.ranks) if not getattr(layer, "weights", ()) else id(layer)
         if key not in self.parts:
             made = self._make(layer, site)
+            refuse_update((weight.variable for weight in made.weights), site)
             self.parts[key] = made
             self.weights += [(made.module, weight) for weight in made.weights]
         return self.parts[key]
 
     def _make(self, layer: Any, site: Site) -> Part:
-        _refuse_precision(layer, site.path)
+        self.precision.refuse_others(layer, site.path)
         for kind, function in self.own.items():
             if isinstance(layer, kind):
                 self.foreign |= {id(weight) for weight in layer.weights}
@@ -114,13 +127,13 @@ class _Conversion:
         family = re.match(r"keras\.src\.(layers|ops|applications)\.", type(layer).__module__)
         converter = CONVERTERS.get(f"{family[1]}.{type(layer).__name__}") if family else None
         if converter is None and isinstance(layer, self.keras.layers.Layer) and not family:
-            _refuse_extras(layer, site)
+            refuse_extras(layer, site)
             if not site.kwargs:
                 graph = graph_of_call(self.keras, layer, site.args, site.path)
                 return Part(_GraphWalk(self, graph, site.path).run())
         if converter is None:
-            site.refuse(_why_unknown(layer, self.keras), _what_to_do(layer))
-        _refuse_extras(layer, site)
+            site.refuse(why_unknown(layer), what_to_do(layer))
+        refuse_extras(layer, site)
         return converter(layer, site)
 
     def finish(self, twin: Twin, model: Any) -> None:
@@ -142,8 +155,10 @@ class _Conversion:
             )
         twin.carried = tuple(carried)
         twin.config = _config(model)
+        trained = {id(variable) for variable in model.trainable_variables}
         for (_, weight), entry in zip(self.weights, carried, strict=True):
-            _set(twin, entry.name, weight, entry.to_torch(self.keras.ops.convert_to_numpy(weight.variable)))
+            tensor = entry.to_torch(self.keras.ops.convert_to_numpy(weight.variable))
+            _set(twin, entry.name, weight, tensor, trained=id(weight.variable) in trained)
 
 
 class _GraphWalk:
@@ -223,6 +238,7 @@ class _GraphWalk:
             if isinstance(item, self.conversion.keras.KerasTensor):
                 return Slot(self._slot(item, part.first))
             if isinstance(item, self.conversion.keras.Variable):
+                refuse_update([item], site)
                 return self._weight(item)
             return self._constant(item) if _is_array(item) else item
 
@@ -281,20 +297,17 @@ class _GraphWalk:
 
 def graph_of(keras: Any, model: Any, path: str) -> Any:
     """The graph of a model, as Keras keeps it."""
-    if isinstance(model, keras.Sequential):
-        if model._functional is None:
-            raise ModelError(f"{path} is not built; call {path}.build(input_shape) first, or begin it with keras.Input")
-        return model._functional
-    if not hasattr(model, "_nodes_by_depth"):
-        return graph_of_class(keras, model, path)
-    return model
+    if isinstance(model, keras.Sequential) and model._functional is None:
+        raise ModelError(f"{path} is not built; call {path}.build(input_shape) first, or begin it with keras.Input")
+    found = functional_of(keras, model)
+    return graph_of_class(keras, model, path) if found is None else found
 
 
 def _is_array(item: Any) -> bool:
     return hasattr(item, "shape") and hasattr(item, "dtype") and type(item).__name__ != "KerasTensor"
 
 
-def _set(twin: Twin, name: str, weight: Weight, tensor: torch.Tensor) -> None:
+def _set(twin: Twin, name: str, weight: Weight, tensor: torch.Tensor, *, trained: bool) -> None:
     """Put a tensor where a weight belongs, in its own dtype."""
     owner_name, _, leaf = name.rpartition(".")
     owner = twin.get_submodule(owner_name)
@@ -307,46 +320,7 @@ def _set(twin: Twin, name: str, weight: Weight, tensor: torch.Tensor) -> None:
     with torch.no_grad():
         held.copy_(tensor)
     if isinstance(held, nn.Parameter):
-        held.requires_grad_(bool(weight.variable.trainable))
-
-
-def _refuse_precision(layer: Any, path: str) -> None:
-    compute, kept = getattr(layer, "compute_dtype", None), getattr(layer, "variable_dtype", None)
-    if compute is not None and compute != kept:
-        raise ModelError(
-            f"{path} computes in {compute} and keeps weights in {kept}; set the dtype policy to {kept} and use "
-            "torch.autocast around the twin"
-        )
-
-
-def _refuse_extras(layer: Any, site: Site) -> None:
-    """What changes the loss or the weights beside the layer's output."""
-    if getattr(layer, "activity_regularizer", None) is not None:
-        site.refuse("it has an activity regularizer", "add the penalty to your loss")
-    for variable in getattr(layer, "_trainable_variables", ()):
-        if variable.regularizer is not None:
-            site.refuse(
-                f"{variable.path} has a regularizer, which is part of Keras' loss",
-                "set it to None and use weight_decay in the optimizer, or add the penalty to your loss",
-            )
-        if variable.constraint is not None:
-            site.refuse(f"{variable.path} has a constraint", "set it to None")
-
-
-def _why_unknown(layer: Any, keras: Any) -> str:
-    if type(layer).__module__.startswith("keras."):
-        return "this kind is not known"
-    return "it is a class of its own"
-
-
-def _what_to_do(layer: Any) -> str:
-    if "preprocessing" in type(layer).__module__:
-        return "apply it in the data set instead"
-    name = type(layer).__name__
-    return (
-        f"pass to_torch(model, layers={{{name}: function}}) a function that makes a torch module of it, or write "
-        "it with layers that are known"
-    )
+        held.requires_grad_(trained)
 
 
 def _config(model: Any) -> str | None:

@@ -23,7 +23,16 @@ import torch
 from outcore.errors import ModelError
 from outcore.load_order import settle_triton
 
-__all__ = ["as_module", "is_keras", "is_keras_2", "on_tensorflow", "refuse_keras_2", "repeatable", "require_keras"]
+__all__ = [
+    "as_module",
+    "is_keras",
+    "is_keras_2",
+    "numbered_anew",
+    "on_tensorflow",
+    "refuse_keras_2",
+    "repeatable",
+    "require_keras",
+]
 
 
 settle_triton(source="")
@@ -104,12 +113,22 @@ def repeatable() -> Iterator[None]:
     if "keras" not in sys.modules:
         yield
         return
-    state = importlib.import_module("keras.src.backend.common.global_state")
-    before, counts = random.getstate(), state.get_global_attribute(_COUNTS)
+    before = random.getstate()
     random.seed(int(torch.randint(2**62, (), device="cpu")))
+    try:
+        with numbered_anew():
+            yield
+    finally:
+        random.setstate(before)
+
+
+@contextmanager
+def numbered_anew() -> Iterator[None]:
+    """While this is open, Keras' names are counted from the beginning; its counts are put back in any case."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    counts = state.get_global_attribute(_COUNTS)
     state.set_global_attribute(_COUNTS, None)
     try:
         yield
     finally:
-        random.setstate(before)
         state.set_global_attribute(_COUNTS, counts)

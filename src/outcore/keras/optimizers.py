@@ -70,7 +70,15 @@ def optimizer_of(optimizer: Any, params: Iterable[Any]) -> torch.optim.Optimizer
     Raises:
         ModelError: it has no exact counterpart; says why.
     """
-    kind, settings = type(optimizer).__name__, optimizer.get_config()
+    kind = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("keras."):
+        raise ModelError(f"{kind} is a class of its own; use an optimizer of torch that does the same")
+    settings = optimizer.get_config()
+    if settings.get("weight_decay") and _spared(optimizer):
+        raise ModelError(
+            f"{kind} spares some weights its decay (exclude_from_weight_decay); give their parameters a group of their "
+            f"own: outcore.keras.{kind}([{{'params': decayed}}, {{'params': spared, 'weight_decay': 0.0}}])"
+        )
     rate = settings["learning_rate"]
     if not isinstance(rate, float):
         raise ModelError(f"{kind} has a schedule of learning rates; use one of torch.optim.lr_scheduler with the twin")
@@ -95,3 +103,8 @@ def optimizer_of(optimizer: Any, params: Iterable[Any]) -> torch.optim.Optimizer
                 Adam(params, rate, **how) if kind == "Adam" else AdamW(params, rate, weight_decay=decay or 0.0, **how)
             )
     raise ModelError(f"{kind} with {settings} has no exact counterpart in torch; choose SGD, Adam or AdamW")
+
+
+def _spared(optimizer: Any) -> bool:
+    """Whether weight decay leaves some weights out."""
+    return any(getattr(optimizer, f"_exclude_from_weight_decay{name}", None) for name in ("", "_pattern"))

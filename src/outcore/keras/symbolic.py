@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from outcore.errors import ModelError
+from outcore.keras.installed import numbered_anew
 from outcore.keras.twin import leaves, substitute
 
-__all__ = ["fixed_mode", "graph_of_call", "graph_of_class", "inputs_of", "still_does"]
+__all__ = ["fixed_mode", "functional_of", "graph_of_call", "graph_of_class", "inputs_of", "still_does"]
 
 _TRACED, _CONTEXT = "_traced_from_a_class", "current_call_ctx"
 _ADVICE = (
@@ -35,13 +36,28 @@ _ADVICE = (
 
 def inputs_of(keras: Any, model: Any) -> Any:
     """The symbolic inputs of a model, in their structure; of a class, as it was built."""
-    if hasattr(model, "_inputs_struct"):
-        return model._inputs_struct
-    if getattr(model, "_functional", None) is not None:
-        return model._functional._inputs_struct
+    kept = functional_inputs(model)
+    if kept is not None:
+        return kept
     words = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
     dtype = "int32" if words else model.input_dtype
     return _inputs(keras, next(iter(model._build_shapes_dict.values())), dtype)
+
+
+def functional_of(keras: Any, model: Any) -> Any:
+    """The functional model inside a model, or none if it has a ``call`` of its own.
+
+    What `graph_of_class` makes of the latter has the same form.
+    """
+    functional = keras.src.models.functional.Functional
+    if isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call:
+        return model._functional
+    return model if isinstance(model, functional) and type(model).call is functional.call else None
+
+
+def functional_inputs(model: Any) -> Any:
+    """The symbolic inputs of a functional or sequential model; none of a class."""
+    return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
 
 
 def fixed_mode(graph: Any, node: Any) -> bool | None:
@@ -51,6 +67,8 @@ def fixed_mode(graph: Any, node: Any) -> bool | None:
 
 def graph_of_class(keras: Any, model: Any, path: str) -> Any:
     """A functional model over the layers of a built model that is a class of its own."""
+    if functional_inputs(model) is not None:  # a subclass of one that keeps its graph, with a call of its own
+        return graph_of_call(keras, model, (inputs_of(keras, model),), path)
     shapes = getattr(model, "_build_shapes_dict", None)
     if model.built and not shapes:  # built by a call, as Keras does where it cannot trace one
         _refuse(model, path, "its call does not run on symbolic tensors")
@@ -99,19 +117,35 @@ def still_does(keras: Any, model: Any, graph: Any) -> bool:
 
 
 def _run(keras: Any, layer: Any, args: tuple[Any, ...], mode: bool) -> Any:
-    """A functional model of what a ``call`` does in training or not, with inputs like the given symbolic ones."""
+    """A functional model of what a ``call`` does in training or not, with inputs like the given symbolic ones.
+
+    Its operations are numbered anew: they give their names to a twin, which has to have the same ones every time.
+    """
 
     def fresh(tensor: Any) -> Any:
         return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=tensor.dtype)
 
     symbolic = substitute(args, fresh)
     how = {"training": mode} if getattr(layer, "_call_has_training_arg", False) else {}
-    with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode):
+    read: list[Any] = []
+    with keras.StatelessScope(collect_losses=True) as scope, _calling(layer, mode), numbered_anew():
+        value_of = scope.get_current_value
+
+        def noted(variable: Any) -> Any:
+            read.append(variable)
+            return value_of(variable)
+
+        scope.get_current_value = noted
         outputs = type(layer).call(layer, *symbolic, **how)
     if scope.losses:
         raise ValueError("it adds a loss of its own; let a layer add it")
     if scope.state_mapping:
         raise ValueError("it changes variables or draws numbers; let a layer do it")
+    if read:  # what comes of it would be a constant, and the weight would not be trained
+        raise ValueError(
+            f"it computes with {read[0].path} alone; let a layer do it, or give the weight to an operation together "
+            "with what depends on the input"
+        )
     inputs = symbolic[0] if len(symbolic) == 1 else list(leaves(symbolic))
     return keras.src.models.functional.Functional(inputs, outputs, name=layer.name)
 

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from outcore.keras.installed import require_keras
-from outcore.keras.tensorflow.calls import Call, OrderedCall, functional_of, list_calls
+from outcore.keras.symbolic import functional_of
+from outcore.keras.tensorflow.calls import Call, OrderedCall, list_calls
 
 __all__ = ["KerasModule", "hold_as_keras", "hold_less", "name_parameters"]
 

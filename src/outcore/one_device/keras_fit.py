@@ -18,7 +18,7 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import ModelError, OutcoreError
 from outcore.keras.fit_loss import FitLoss
 from outcore.keras.installed import is_keras, require_keras
-from outcore.keras.tensorflow.calls import functional_of
+from outcore.keras.symbolic import functional_of
 from outcore.keras.torch_backend import hold_as_keras, hold_less, name_parameters
 
 _SIZES = (4096, 4096, 8192)

@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import outcore
+from outcore.errors import PlanError
 from outcore.program.plan.document import Plan
 from outcore.run.engine.worker import Worker
 from outcore.run.stage import batch_norm_statistics
@@ -71,3 +74,34 @@ def test_statistics_leave_before_gradients_are_waited_for() -> None:
     )
     Worker._step(worker, SimpleNamespace(stage=0))  # type: ignore[arg-type]
     assert done == ["statistics", "waited", "step"]
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A batch norm with a forward of its own, as those of a Keras model's twin have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.1, self.eps)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "synchronised"])
+def test_norms_that_are_no_modules_of_torchs_are_refused_where_they_would_see_a_part_of_the_batch(mode: Any) -> None:
+    """They were run as ever, each on its own part, whatever the plan said."""
+    for net, refused in ((OwnNorm(4), True), (OwnNorm(4).eval(), False), (nn.BatchNorm1d(4), False)):
+        model = nn.Sequential(nn.Linear(3, 4), net, nn.Linear(4, 2))
+        model.train()
+        net.train(refused or type(net) is nn.BatchNorm1d)
+        x, y = torch.randn(4, 3), torch.randn(4, 2)
+        graph = outcore.capture(model, (x,))
+        plan = outcore.Plan(graph.fingerprint, [["0", "1", "2"]], batch_norm=mode)
+        engine = outcore.Engine(
+            model, plan, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), example=x, device="cpu"
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        if not refused:
+            engine.step(x, y)
+            continue
+        with pytest.raises(Exception, match=f"plan.batch_norm={mode} is known for torch's own") as found:
+            engine.step(x, y)
+        assert isinstance(found.value, PlanError) or isinstance(found.value.__cause__, PlanError)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

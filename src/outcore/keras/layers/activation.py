@@ -208,6 +208,8 @@ class ChannelPRelu(nn.Module):
 
 @converts("layers.PReLU")
 def _prelu(layer: Any, site: Site) -> Part:
+    if not layer.built:  # as an activation it gets its weights in the first call with numbers
+        site.refuse("its activation PReLU has no weights yet", "make the activation a layer after it")
     shape = tuple(int(n) for n in layer.alpha.shape)
     return Part(ChannelPRelu(shape), False, [Weight(layer.alpha, "alpha")])
 

@@ -300,6 +300,8 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
-@converts("ops.Cast")
+@converts("ops.Cast", "ops.ConvertToTensor")
 def _cast(op: Any, site: Site) -> Part:
+    if op.dtype is None:
+        return Part(nn.Identity(), site.keeps_layout())
     return Part(Cast(torch_dtype(op.dtype)), site.keeps_layout())

@@ -222,13 +222,18 @@ class TimeDistributed(nn.Module):
         return y.reshape(count, steps, *y.shape[1:])
 
 
+def _normalizes_batches(layer: Any) -> bool:
+    """Whether a layer has statistics of the batch in training."""
+    return type(layer).__name__ == "BatchNormalization" and bool(layer.trainable)
+
+
 @converts("layers.TimeDistributed")
 def _time_distributed(layer: Any, site: Site) -> Part:
     assert site.convert is not None
     kind = type(layer.layer).__name__
     rank = site.rank - 1
     inner = site.convert(layer.layer, Site(site.path, kind, (rank,), rank > 2, convert=site.convert))
-    if kind == "BatchNormalization":
+    if any(_normalizes_batches(one) for one in layer.layer._flatten_layers()):
         site.refuse("Keras normalizes every step by its own statistics inside TimeDistributed")
     module = TimeDistributed(inner.module, first=inner.first)
     return Part(module, False, [weight.within("inner") for weight in inner.weights])

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from outcore.errors import ModelError
-from outcore.keras.symbolic import fixed_mode, graph_of_class, still_does
+from outcore.keras.symbolic import fixed_mode, functional_of, graph_of_class, still_does
 from outcore.keras.twin import Slot, leaves, substitute
 
-__all__ = ["Call", "Calls", "OrderedCall", "functional_of", "list_calls", "run_call", "traced_functional"]
+__all__ = ["Call", "Calls", "OrderedCall", "list_calls", "run_call", "traced_functional"]
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,10 @@ class Calls:
         return last | dict.fromkeys(self.outputs, len(self.calls))
 
 
-def functional_of(keras: Any, model: Any) -> Any:
-    """The functional model inside a model, or none if it has a ``call`` of its own.
-
-    At the top of a model, `traced_functional` finds one for a class too.
-    """
-    functional = keras.src.models.functional.Functional
-    if isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call:
-        return model._functional
-    return model if isinstance(model, functional) and type(model).call is functional.call else None
-
-
 def traced_functional(keras: Any, model: Any) -> Any:
     """The functional model inside a model, or one that is made by calling its class on symbolic tensors."""
     found = functional_of(keras, model)
-    if found is None and not isinstance(model, keras.Sequential):
+    if found is None and (not isinstance(model, keras.Sequential) or model._functional is not None):
         found = graph_of_class(keras, model, model.name)
     return found
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.keras.tensorflow.calls import Calls, run_call
+from outcore.keras.tensorflow.effects import effects_of
 from outcore.keras.tensorflow.executor import tensor_bytes, work_of
 from outcore.keras.tensorflow.graph_memory import buffers_of
 from outcore.keras.twin import leaves
@@ -32,9 +33,9 @@ class CallFacts:
     work: float
     """Multiplications and bytes moved, as a number to compare calls by."""
     pure: bool
-    """Whether it can be run again as a function: it adds no losses, its results are tensors, it reads no variables but
-    its own, and changes none of these that is trained. Not so are a stateful recurrent layer, whose state is none of
-    its variables for Keras, a function that takes a weight from around it, and spectral normalization."""
+    """Whether it can be run again as a function: it adds no losses, its results are tensors, and it has no effects but
+    on its own variables that are not trained. Not so are a stateful recurrent layer, whose state is none of its
+    variables for Keras, a function that takes a weight from around it, spectral normalization, and `tf.nn.dropout`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class StepFacts:
     outputs: dict[int, Any]
     """Shape and type of what the model returns, by its number."""
     changing: str
-    """The first call that changes a variable while it trains, other than a seed; empty if there is none."""
+    """The first call that changes anything while it trains, other than its seeds; empty if there is none."""
 
 
 def _trace(keras: Any, model: Any, specs: Sequence[Any], forward: Any) -> Any:
@@ -79,6 +80,8 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls) -> St
         return len(tf.compat.v1.get_default_graph().get_operations())
 
     def forward(given: list[Any]) -> list[Any]:
+        for kept in (values, marks, losses):  # traced twice where the first has made a variable
+            kept.clear()
         values.update(zip(calls.inputs, given, strict=True))
         for call in calls.calls:
             before = count()
@@ -102,8 +105,9 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls) -> St
         saved = {owner[t.ref()]: sizes[owner[t.ref()]] for t in made if owner[t.ref()] in read}
         work = sum(work_of(op) for op in operations[before:after] if _own(op))
         pure = not added and all(isinstance(values[n], tf.Tensor) for n in call.outputs)
-        pure = pure and _only_own(call, operations[before:after], outer)
-        if not changing and _changes(call, operations[before:after], outer):
+        effects = effects_of(call, operations[before:after], outer)
+        pure = pure and effects.pure
+        if not changing and effects.changes:
             changing = call.path
         facts.append(CallFacts(saved, max([tensor_bytes(t) or 0 for t in made], default=0), work, pure))
     buffer = {}
@@ -114,31 +118,6 @@ def step_facts(keras: Any, model: Any, specs: Sequence[Any], calls: Calls) -> St
             sizes.setdefault(ref, tensor_bytes(tensor) or 0)
     outputs = {n: tf.TensorSpec.from_tensor(values[n]) for n in calls.outputs if isinstance(values[n], tf.Tensor)}
     return StepFacts(tuple(facts), buffer, sizes, outputs, changing)
-
-
-def _only_own(call: Any, operations: Sequence[Any], outer: dict[Any, Any]) -> bool:
-    """Whether the operations of a call read its own variables, and change those that are not trained.
-
-    Args:
-        call: of a model.
-        operations: that were traced for it.
-        outer: the resource outside of the graph, by the one in it.
-    """
-    known = {id(v.value.handle): v.trainable for v in call.variables}
-    for op in operations:
-        changes = op.type.startswith("Assign")
-        for tensor in op.inputs:
-            trained = known.get(id(outer[tensor.ref()])) if tensor.ref() in outer else False
-            if trained is None or (trained and changes):
-                return False
-    return True
-
-
-def _changes(call: Any, operations: Sequence[Any], outer: dict[Any, Any]) -> bool:
-    """Whether a call changes a variable that is no seed, its own or another; the arguments are those of `_only_own`."""
-    seeds = {id(v.value.handle) for v in call.variables if "seed_generator" in v.name}
-    assigned = [op.inputs[0].ref() for op in operations if op.type.startswith("Assign")]
-    return any(ref in outer and id(outer[ref]) not in seeds for ref in assigned)
 
 
 def _own(op: Any) -> bool:

@@ -31,6 +31,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -74,6 +75,8 @@ class RunningStatistics:
     @contextlib.contextmanager
     def collecting(self, form: RecordedStages, stage: int, number: int, total: int) -> Iterator[None]:
         """Around the forward of micro-batch `number` of `total` in a stage."""
+        if self.mode != "micro_batch":
+            _refuse_own_norms(form.parts[stage], self.mode)
         if self.mode == "synchronised":
             self._synchronise(form, stage)
         collected = self._collected(form, stage)
@@ -225,6 +228,17 @@ def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, watched
             host = watched_wait.broadcast_(tensor.detach().cpu().contiguous(), source, group)
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)
+
+
+def _refuse_own_norms(part: Any, mode: str) -> None:
+    """Refuse batch norms that are no module of torch's own: their statistics would be those of a part of the batch."""
+    for step in getattr(part, "steps", ()):
+        own = step.kind == "function" and step.target in (F.batch_norm, torch.batch_norm)
+        if own and (step.kwargs.get("training") is True or any(a is True for a in step.args[5:6])):
+            raise PlanError(
+                f"plan.batch_norm={mode} is known for torch's own BatchNorm modules; {step.name} is called by another "
+                "module (a Keras model's twin has its own): use batch_norm micro_batch, or freeze it"
+            )
 
 
 def _row_of(layers: Sequence[_Layer]) -> torch.Tensor:

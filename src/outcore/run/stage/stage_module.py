@@ -81,6 +81,11 @@ class Part(Subgraph):
         self.instead: dict[str, Callable[..., Any]] = {}
         """Path -> what is called in place of the module."""
 
+    @property
+    def steps(self) -> list[Step]:
+        """What it runs, in order."""
+        return self._steps
+
     def run(self, inputs: Values, draws: RandomDraws) -> Values:
         """Run the calls with the random numbers of a micro-batch."""
         if not self.random_calls:
