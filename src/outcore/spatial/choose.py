@@ -33,7 +33,7 @@ from outcore.machine import Machine, known, parse
 from outcore.machine.units import format_bytes, format_time, parse_budget
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
-from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see
+from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see, own_norms
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.planner.pipeline.plan_job import batch_for, links_of, plain_peak_bytes, plan_stages, weights_on
 from outcore.planner.pipeline.schedule_model import Schedule
@@ -112,6 +112,11 @@ def plan(
     count = devices or where.ranks
     size = batch or batch_for(source, count) if isinstance(source, Job) else None
     graph = source.capture(size) if isinstance(source, Job) else source
+    if batch_norm in ("deferred", "synchronised") and (own := own_norms(graph)):
+        raise PlanError(
+            f"batch_norm={batch_norm} is known for torch's own BatchNorm modules; {own[0]} is called by another module "
+            "(a Keras model's twin has its own): leave it out, or freeze it"
+        )
     alone = count == 1 and schedule is None and balance is None
     if costs is None and (measure_s is not None or not alone):
         costs = batch_costs(graph, where, measure_s=measure_s)

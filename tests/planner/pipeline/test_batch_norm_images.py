@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import outcore
@@ -12,8 +13,8 @@ from outcore.graph import Graph
 from outcore.machine import parse
 from outcore.planner import CallWeights
 from outcore.planner import plan as search
-from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see
-from outcore.program.plan.document import Plan
+from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see, own_norms
+from outcore.program.plan.document import BatchNorm, Plan
 
 
 def normed(batch: int = 8) -> Graph:
@@ -52,3 +53,22 @@ def test_norms_in_eval_mode_look_at_no_batch() -> None:
     graph = outcore.capture(model, torch.zeros(2, 3, 8, 8))
     assert batch_norms(graph) == ["2#0"]
     assert norms_see(Plan(graph.fingerprint, (("",),), replicas=2), graph) == "batch norms see 1 of 2 images"
+
+
+class CalledAsFunction(nn.Module):
+    """Its batch norm is no module of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(self.conv(x), None, None, training=True)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "synchronised"])
+def test_batch_norms_that_are_no_modules_are_refused_when_the_plan_is_made(mode: BatchNorm) -> None:
+    graph = outcore.capture(CalledAsFunction(), torch.randn(4, 2, 8, 8))
+    with pytest.raises(PlanError, match=f"batch_norm={mode}.*batch_norm.*#0"):
+        outcore.plan(graph, devices=2, machine="2xv100", batch_norm=mode)
+    assert own_norms(graph) and outcore.plan(graph, devices=2, machine="2xv100").ranks == 2

@@ -32,6 +32,11 @@ def batch_norms(graph: Graph) -> list[str]:
     return found
 
 
+def own_norms(graph: Graph) -> list[str]:
+    """Those that are no module of torch's own: they see a micro-batch, and no plan lets them see more."""
+    return [name for name in batch_norms(graph) if graph.blocks[graph.calls[name].block].kind == "function"]
+
+
 def images_seen(plan: Plan, samples: int) -> int:
     """Images that a batch norm looks at in a step on so many."""
     if plan.batch_norm == "synchronised":

@@ -13,7 +13,7 @@ from outcore.errors import OutcoreError, PlanError, TrainError
 from outcore.job import Job
 from outcore.machine import known
 from outcore.machine.units import parse_budget
-from outcore.planner.pipeline.batch_norm_images import norms_see
+from outcore.planner.pipeline.batch_norm_images import norms_see, own_norms
 from outcore.program.plan.document import Plan
 from outcore.run.engine.setup import choose_device
 from outcore.run.ranks.world import World, identify
@@ -108,7 +108,8 @@ def _engine(
     predicted = plan.predicted
     decided = ("plan", f"{plan.arrangement}, on {world.size} ranks")
     seen = norms_see(plan, expected.graph) if expected.graph is not None and world.size > 1 else None
-    if seen is not None and plan.batch_norm != "synchronised" and plan.replicas * plan.micro_batches > 1:
+    divided = plan.batch_norm != "synchronised" and plan.replicas * plan.micro_batches > 1
+    if seen is not None and divided and expected.graph is not None and not own_norms(expected.graph):
         seen += "; plan.batch_norm=synchronised lets them see all"
     expected = replace(expected, decisions=(decided, *([("batch norms", seen)] if seen else [])))
     if predicted is not None:
