@@ -42,6 +42,37 @@ def optimizer(params):
 """
 
 
+TIED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(20, 8)
+        self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.emb.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, ids):
+        return self.head(self.two(self.one(self.emb(ids)).relu()))
+
+
+def model():
+    return Net()
+
+
+def batch(size):
+    return torch.randint(20, (size, 6)), torch.randint(20, (size, 6))
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> str:
     path = tmp_path / "job.py"
@@ -97,3 +128,14 @@ def test_plans_of_ranks_are_not_verified_as_if_they_were_of_one_device(job: str)
     many = _plan(job, replicas=32)
     with pytest.raises(PlanError, match=r"32 ranks.*at most 16.*--devices 16"):
         verify_on_ranks(JobSource(job), many, size=32)
+
+
+@pytest.mark.slow
+def test_weights_that_stages_share_and_weights_that_nothing_uses(tmp_path: Path) -> None:
+    path = tmp_path / "tied.py"
+    path.write_text(TIED)
+    for options in ({"schedule": "1f1b", "micro_batches": 2}, {"schedule": "gems", "batches": 2}):
+        graph = outcore.Job.load(str(path)).capture(4)
+        plan = outcore.Plan(graph.fingerprint, (("emb", "one"), ("two", "head")), **options)  # type: ignore[arg-type]
+        verdict = verify_on_ranks(JobSource(str(path)), plan, size=4)
+        assert verdict.agrees and {row.name for row in verdict.rows} == {"emb.weight", "one.weight", "two.weight"}

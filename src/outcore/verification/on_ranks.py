@@ -4,6 +4,7 @@ The plan is run by the engine, every rank a process of this machine, from the we
 PyTorch is given too. The oracle is a loop over the same micro-batches in one process, with as many threads as a rank
 has: each replica's share of the batch, cut into the plan's pieces, its loss weighted by its samples. Where batch norms
 see the whole batch, it is one piece.
+
 Random numbers of a plan are those of (seed, step, micro-batch, call), which plain PyTorch does not draw: a network that
 draws any is compared with the engine on one rank.
 """
@@ -80,7 +81,7 @@ def verify_on_ranks(
         size: of the batch, over all replicas.
         image: longest side to crop images to; by default what fits both ways.
         steps: to train.
-        device: by default a GPU if there is one.
+        device: by default GPUs if there is one for every rank.
 
     Raises:
         PlanError: there are too many ranks to be tried on one machine.
@@ -91,7 +92,8 @@ def verify_on_ranks(
             f"the plan is for {plan.ranks} ranks, and every rank is a process of this machine here, at most "
             f"{_MOST_RANKS}; verify a plan for fewer: outcore plan {source.text} --devices {_MOST_RANKS} -o small.json"
         )
-    job, where = source.load(), choose_device(device)
+    few = device is None and torch.cuda.device_count() < plan.ranks
+    job, where = source.load(), choose_device("cpu" if few else device)
     whole = job.capture(size)
     plan.validate(whole)
     side = image or fitting_side(job, whole, size, where)
@@ -225,14 +227,13 @@ def _compared(ours: Sequence[_Trained], plain: _Trained, dtype: torch.dtype) -> 
     largest = max((float(g.abs().max()) for step in plain.gradients for g in step.values()), default=0.0)
     rows = []
     for name in plain.gradients[0]:
-        holders = [rank for rank in ours if name in rank.gradients[0]]
-        if not holders:
-            raise PlanError(f"no rank has made a gradient of {name}")
-        off = max(
-            float((mine[name] - theirs[name]).abs().max())
-            for rank in holders
+        pairs = [
+            (mine[name], theirs[name])
+            for rank in ours
             for mine, theirs in zip(rank.gradients, plain.gradients, strict=True)
-        )
+            if name in mine and name in theirs
+        ]
+        off = max((float((mine - theirs).abs().max()) for mine, theirs in pairs), default=float("inf"))
         rows.append(ParameterRow(name, off, off / largest if largest else 0.0))
     buffers = {name: tensor for name, tensor in plain.buffers.items() if name in ours[0].buffers}
     return Verdict(

@@ -3,10 +3,9 @@
 An image that no grid holds can still be shared: each rank takes the tiles over its part
 (`outcore.spatial.tiles.run_tiles`). Larger tiles compute fewer halos and hold more, so the tiles are the largest that
 fit; a part is cut into whole numbers of them along each axis, which leaves all ranks as many, and the ranks are
-arranged so that parts are nearly square.
-Where the batch can be divided, replicas of a smaller grid are looked at too, down to one rank that streams samples of
-its own. Bytes are found by running tiles on fake tensors, which takes seconds: of all sizes, those are tried that would
-fit if bytes grew with pixels.
+arranged so that parts are nearly square. Where the batch can be divided, replicas of a smaller grid are looked at too,
+down to one rank that streams samples of its own. Bytes are found by running tiles on fake tensors, which takes seconds:
+of all sizes, those are tried that would fit if bytes grew with pixels.
 
 Tiles are run forward twice, so a step takes at least what the arithmetic of that takes; where something else is known
 to be faster, tiles are not looked at any closer.
