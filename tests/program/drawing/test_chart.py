@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from outcore.figure import COLOURS
-from outcore.program import chart
+from outcore.program import chart, rich_gantt
 from outcore.program.simulator.memory_curve import RankMemory
 from outcore.program.timeline import COMPUTE, Event, Timeline
 
@@ -124,3 +124,13 @@ def test_of_many_ranks_the_first_are_drawn_and_the_others_counted() -> None:
 def test_a_step_of_nothing_is_a_picture_too() -> None:
     empty = Timeline("nothing", (), (RankMemory((), (), 0, 0.0, (0,) * 6),))
     assert "rank 0" in words(drawn(empty)) and not bars(drawn(empty))
+
+
+def test_memory_that_nobody_counted_is_not_drawn_as_none() -> None:
+    unknown = RankMemory((), (), 0, 0.0, (0,) * 6)
+    timeline = Timeline("a step", EVENTS, (unknown, unknown))
+    root = drawn(timeline)
+    assert not any(name.startswith("memory") or name == "0 B" for name in words(root))
+    known = Timeline("a step", EVENTS, MEMORY)
+    assert not list(root.iter(f"{SVG}polygon")) and list(drawn(known).iter(f"{SVG}polygon"))
+    assert "0 B" not in rich_gantt(timeline).plain and "MiB" in rich_gantt(known).plain

@@ -56,8 +56,9 @@ def chart(timeline: Timeline, *, width: int = 720, ranks: int = SHOWN_RANKS) -> 
         top, curve = TOP + rank * LANE, timeline.memory[rank]
         out.append(text(12, top + 14, f"rank {rank}"))
         out.append(rectangle(LEFT, top, axes.width, BAR + NETWORK, "light"))
-        out.append(_memory(curve, axes, unit, top + BAR + NETWORK + MEMORY + 2, timeline.step_s, highest))
-        out.append(text(width - RIGHT + 7, top + BAR + NETWORK + MEMORY, format_bytes(curve.peak_bytes), "small"))
+        if highest:  # of a step that was run, memory is known where it was counted
+            out.append(_memory(curve, axes, unit, top + BAR + NETWORK + MEMORY + 2, timeline.step_s, highest))
+            out.append(text(width - RIGHT + 7, top + BAR + NETWORK + MEMORY, format_bytes(curve.peak_bytes), "small"))
     used: dict[str, None] = {}
     firsts = _first_replicas(timeline)
     for event in timeline.events:
@@ -66,7 +67,7 @@ def chart(timeline: Timeline, *, width: int = 720, ranks: int = SHOWN_RANKS) -> 
             used[kind] = None
             out.extend(_bar(event, kind, axes, unit, numbered))
     entries = [(FILL[kind], MEANS[kind]) for kind in FILL if kind in used]
-    entries += [("light", "waiting"), ("#b9c3cb", f"memory, of {format_bytes(highest)}")]
+    entries += [("light", "waiting"), *([("#b9c3cb", f"memory, of {format_bytes(highest)}")] if highest else [])]
     drawn, end = legend(entries, LEFT, below + 56, width - LEFT - 8)
     if count < len(timeline):
         drawn.append(text(LEFT, end + 12, f"first {count} of {len(timeline):,} ranks", "small quiet"))
@@ -117,7 +118,7 @@ def _memory(curve: RankMemory, axes: Axes, unit: float, floor: float, step_s: fl
     for time_s, held in zip(curve.times_s, curve.bytes, strict=True):
         x, _ = axes.at(min(time_s, step_s) / unit, 0.0)
         points.append(f"{x:.2f},{level:.2f}")
-        level = floor - MEMORY * held / highest if highest else floor
+        level = floor - MEMORY * held / highest
         points.append(f"{x:.2f},{level:.2f}")
     end, _ = axes.at(step_s / unit, 0.0)
     outline = " ".join([*points, f"{end:.2f},{level:.2f}", f"{end:.2f},{floor}"])

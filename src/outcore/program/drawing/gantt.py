@@ -51,14 +51,14 @@ def _lines(timeline: Timeline, width: int, columns: int | None, ranks: int) -> I
     yield [(c, "") for c in title]
     if len(shown) < count:
         yield [(c, "") for c in f"{len(shown)} of {count:,} ranks"]
-    busy_s = timeline.busy_s()
+    busy_s, counted = timeline.busy_s(), any(timeline.peak_bytes)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in shown}
     for event in timeline.events:
         if event.rank in by_rank:
             by_rank[event.rank].append(event)
     for rank in shown:
         share = busy_s[rank] / timeline.step_s if timeline.step_s else 0.0
-        after = f"  {share:>4.0%}  {format_bytes(timeline.memory[rank].peak_bytes)}"
+        after = f"  {share:>4.0%}  {format_bytes(timeline.memory[rank].peak_bytes) if counted else ''}".rstrip()
         yield [
             *((c, "") for c in f"rank {rank}".ljust(label) + "  "),
             *_cells(by_rank[rank], columns, timeline.step_s),

@@ -353,8 +353,7 @@ class Engine:
 
     def timeline(self) -> Timeline:
         """What happened in the last step on every rank; collective."""
-        name = self.assembly.step_programs.training.name
-        return gather(self.world, self.worker, name)
+        return gather(self.world, self.worker, self.plan.arrangement)
 
     def comparison(self) -> Comparison:
         """The last step beside what its schedule predicts from the measured times of single stages; collective."""
