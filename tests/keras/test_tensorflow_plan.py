@@ -68,6 +68,28 @@ def test_a_segment_that_runs_again_has_the_same_gradients_masks_and_statistics_b
     assert same([v.value for v in plain.variables], [v.value for v in again.variables], 0.0)
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+def test_frozen_weights_of_what_runs_again_stay_as_they_are(policy: str) -> None:
+    before, after = keras.config.dtype_policy(), []
+    keras.config.set_dtype_policy(policy)
+    try:
+        for again in (False, True):
+            keras.utils.set_random_seed(1)
+            given = keras.Input((6,))
+            frozen = L.Dense(5, activation="tanh")
+            model = keras.Model(given, L.Dense(3)(frozen(L.Dense(4)(given))))
+            frozen.trainable = False
+            held = [np.array(v) for v in frozen.weights]
+            model = cut(model, [2]) if again else model
+            x = tf.constant(np.random.default_rng(0).standard_normal((4, 6)), model.input.dtype)
+            assert all(g is not None for g in gradients(model, x))
+            assert all((np.array(v) == h).all() for v, h in zip(frozen.weights, held, strict=True))
+            after.append([tf.cast(g, "float64") for g in gradients(model, x)])
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert same(*after, 1e-12)
+
+
 def fitted(model: Any, eager: bool = False) -> list[Any]:
     random = np.random.default_rng(0)
     x, y = random.standard_normal((6, *model.input_shape[1:])), random.standard_normal((6, 3))
@@ -140,8 +162,9 @@ def test_memory_is_read_off_the_graph_that_runs() -> None:
 
 @pytest.mark.slow
 def test_a_nested_model_within_a_budget_trains_the_weights_of_plain_fit() -> None:
-    model = outcore.within(network(), [(4, 8, 8, 3)], memory="75%", quiet=True)
-    assert outcore.memory_plan(model).peak_bytes <= 0.75 * outcore.memory_plan(model).plain_bytes
+    model = outcore.within(network(), [(4, 8, 8, 3)], memory="90%", quiet=True)
+    assert outcore.memory_plan(model).peak_bytes <= 0.9 * outcore.memory_plan(model).plain_bytes
+    assert any(recompute for *_, recompute in outcore.memory_plan(model).segments)
     assert same(fitted(network()), fitted(model), 1e-10)
 
 

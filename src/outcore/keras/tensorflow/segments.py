@@ -117,7 +117,10 @@ class SegmentedCall(OrderedCall):
                 backend.set_keras_mask(inner[number], m)
             given = arguments[len(numbers) + len(masked) :]
             mapping = list(zip(variables, given, strict=True))
-            with self.keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+            stateless = self.keras.StatelessScope
+            # What is around the model in mixed precision is not there when it runs again: variables would be given, and
+            # then taken for changed, in the type that they are computed in. Layers open a scope of their own.
+            with backend.AutocastScope(None), stateless(state_mapping=mapping, initialize_variables=False) as scope:
                 note = scope.add_update  # as of a variable, no gradient goes through what was assigned
                 scope.add_update = lambda update: note((update[0], tf.stop_gradient(update[1])))
                 for call in boundary.part:
