@@ -172,7 +172,7 @@ def test_a_nested_model_within_a_budget_trains_the_weights_of_plain_fit() -> Non
 def test_a_model_written_as_a_class_trains_within_a_budget() -> None:
     x = tf.constant(np.random.default_rng(0).standard_normal((4, 6, 6, 3)))
     plain, model = residual_class(), residual_class()
-    outcore.within(model, (x,), memory="90%", quiet=True)
+    outcore.within(model, (x,), memory="97%", quiet=True)
     assert any(recompute for *_, recompute in outcore.memory_plan(model).segments)
     assert same(gradients(plain, x), gradients(model, x), 1e-14)
     assert same([plain(x)], [model(x)], 0.0)

@@ -34,8 +34,9 @@ _SIZES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _TRIES = 9
 _LAST = 2
 """Of the tries, those that recompute all they can, where nothing else has fitted."""
-_MARGIN = 0.97
-"""Of the budget, what a prediction may take: threads run in an order that nobody knows before."""
+_MARGIN = 0.92
+"""Of the budget, what a prediction may take: threads run in an order that nobody knows before. Beside other work a
+ResNet-50 was seen to take 7.7 % more than predicted."""
 _AGAIN = 1.1
 """What a trial may take, over what the one before took."""
 
