@@ -1,4 +1,4 @@
-"""Processes that run a job's code for the page or the editor: in a session of their own, and never left behind.
+"""Processes that run a job's code for the page or the editor: each in a group of its own, and never left behind.
 
 A process is ended with all that it started, as one group. If this process is killed it cannot end anything: then the
 kernel ends the child (`leave_with_parent`, on Linux), and everywhere else the end of its standard input does.
