@@ -1,7 +1,8 @@
-"""A few of many cases, others with every commit: over time all of them run, and each commit can repeat its own."""
+"""A few of many cases, others with every change: over time all of them run, and each commit can repeat its own."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import subprocess
@@ -12,27 +13,31 @@ from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["commit", "drawn", "one_in", "quarter", "rotating", "sometimes"]
+__all__ = ["drawn", "one_in", "quarter", "rotating", "sometimes", "state"]
 
 T = TypeVar("T")
 
 
 @cache
-def commit() -> str:
-    """The commit that is checked out, OUTCORE_SAMPLE if it is set; nothing where there is no repository."""
-    if told := os.environ.get("OUTCORE_SAMPLE"):
-        return told
-    command = ["git", "rev-parse", "HEAD"]
+def state() -> str:
+    """A digest of the sources and tests as committed: what else a commit changes, a log or a page, draws no others.
+
+    OUTCORE_SAMPLE=<commit> draws those of another commit, any other word those of the word. Nothing where there is no
+    repository.
+    """
+    told = os.environ.get("OUTCORE_SAMPLE", "")
+    command = ["git", "ls-tree", "-r", told or "HEAD", "src", "tests"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     except OSError:
-        return ""
-    return done.stdout.strip()
+        return told
+    files = [line for line in done.stdout.splitlines() if "\ttests/logs/" not in line]
+    return hashlib.sha256("\n".join(files).encode()).hexdigest() if files else told
 
 
 def rotating(cases: Sequence[T], count: int) -> list[T]:
     """So many of the cases, drawn by the commit."""
-    return random.Random(commit()).sample(list(cases), min(count, len(cases)))
+    return random.Random(state()).sample(list(cases), min(count, len(cases)))
 
 
 def quarter(cases: Iterable[T]) -> list[T]:
@@ -48,7 +53,7 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
 
     Of the next row another one: of a product with two values last, half of the cases have the one and half the other.
     """
-    first = random.Random(commit()).randrange(count)
+    first = random.Random(state()).randrange(count)
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
         pytest.param(*row, marks=() if (i + i // count + first) % count == 0 else pytest.mark.slow)
@@ -58,7 +63,7 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
 
 def drawn(name: str, count: int) -> bool:
     """Whether one of so many commits is this one, for a test of that name."""
-    return random.Random(commit() + name).randrange(count) == 0
+    return random.Random(state() + name).randrange(count) == 0
 
 
 def sometimes(test: Callable[..., None]) -> Callable[..., None]:

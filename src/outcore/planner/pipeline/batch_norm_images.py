@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from outcore.graph import Graph
 from outcore.graph.record.part_of_batch import batch_size
-from outcore.ops import find
+from outcore.ops import find, operation
 from outcore.program.plan.document import Plan
 
 
@@ -23,8 +23,7 @@ def batch_norms(graph: Graph) -> list[str]:
     found = []
     for name, call in graph.calls.items():
         block = graph.blocks[call.block]
-        op = find(block.type)
-        if op is None or op.name != "batch_norm":
+        if find(block.type) is not operation("batch_norm"):
             continue
         module = modules.get(call.block)
         if "True" in call.detail if block.kind == "function" else module is None or module.training:

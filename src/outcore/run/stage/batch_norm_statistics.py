@@ -31,11 +31,11 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import PlanError
+from outcore.ops import find, operation
 from outcore.program.plan.document import Plan
 from outcore.run.stage.recorded_stages import RecordedStages
 from outcore.run.transport.all_reduce import GlooAllReduce
@@ -233,7 +233,7 @@ def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, watched
 def _refuse_own_norms(part: Any, mode: str) -> None:
     """Refuse batch norms that are no module of torch's own: their statistics would be those of a part of the batch."""
     for step in getattr(part, "steps", ()):
-        own = step.kind == "function" and step.target in (F.batch_norm, torch.batch_norm)
+        own = step.kind == "function" and find(getattr(step.target, "__name__", "")) is operation("batch_norm")
         if own and (step.kwargs.get("training") is True or any(a is True for a in step.args[5:6])):
             raise PlanError(
                 f"plan.batch_norm={mode} is known for torch's own BatchNorm modules; {step.name} is called by another "
