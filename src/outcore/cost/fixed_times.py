@@ -25,7 +25,7 @@ from outcore.cost.predicted.estimate import estimate
 from outcore.errors import MachineError, OutcoreError
 from outcore.graph import Graph
 from outcore.graph.record.part_of_batch import batch_size, capture_part
-from outcore.machine import Machine
+from outcore.machine import Device, Machine
 from outcore.machine.clock import TimedRuns
 from outcore.machine.probe import remembered
 
@@ -37,12 +37,12 @@ _PART_OF_TIME = 0.25
 """Share of the time for measuring a batch that its part is given beside it."""
 
 
-def batch_costs(graph: Graph, machine: Machine, *, measure_s: float | None = None) -> Costs:
+def batch_costs(graph: Graph, machine: Machine | Device, *, measure_s: float | None = None) -> Costs:
     """The costs of a batch for plans that may divide it: with what of every call's time is fixed, if that can be known.
 
     Args:
         graph: recorded with the whole batch.
-        machine: what it would run on; its first device counts.
+        machine: what it would run on; of several devices the first counts.
         measure_s: run every call alone, here, for about so many seconds; estimate if not given.
 
     Raises:
@@ -54,7 +54,8 @@ def batch_costs(graph: Graph, machine: Machine, *, measure_s: float | None = Non
         )
     if not measure_s > 0:
         raise MachineError(f"calls are measured for some seconds, not {measure_s:g}")
-    asked, here = machine.devices[0], remembered()
+    asked = machine if isinstance(machine, Device) else machine.devices[0]
+    here = remembered()
     names = [device.name for device in (*here.devices, here.host) if device is not None]
     if asked.name.partition(" (")[0] not in [name.partition(" (")[0] for name in names]:  # whatever cores are given
         raise MachineError(f"calls cannot be measured on {asked.name} from here, which has {names[0]}; estimate them")

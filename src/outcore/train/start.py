@@ -7,6 +7,7 @@ device, and the table says what a plain step would need beside what was planned.
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from rich.table import Table
 
 from outcore.cost.costs import Costs
+from outcore.cost.fixed_times import batch_costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
 from outcore.cost.predicted.loss_memory import apart, loss_bytes_in
@@ -30,6 +32,7 @@ from outcore.machine.units import counted
 from outcore.planner.pipeline.loss_and_update import LossAndUpdate
 from outcore.run.engine.batch import arguments
 from outcore.run.engine.setup import choose_device
+from outcore.run.ranks.world import identify
 from outcore.train.progress import count_rate
 from outcore.train.settings.config import Config, computing
 from outcore.train.settings.schedules import make_optimizer
@@ -115,7 +118,8 @@ def forecast(job: Job, inputs: Any, config: Config, targets: Any = None) -> RunF
         if job.loss is not None and targets is not None:
             with contextlib.suppress(OutcoreError):  # a loss that cannot be recorded is not counted
                 whole = _record(job, given, config.train.precision, targets)
-                with_it = estimate(whole, device)
+                divided = identify(os.environ) is not None  # several ranks may each take a part of the batch
+                with_it = batch_costs(whole, device) if divided else estimate(whole, device)
                 step = predict_step(whole, with_it, optimizer=timing)
                 curve = memory_curve(whole, with_it, optimizer=trained)
                 held = loss_bytes_in(curve, graph, costs, OptimizerCost.of(trained, device.kind))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import nn
 
+import outcore
 from outcore.errors import TrainError
+from outcore.train.examples.supply import ExampleSupply
+from outcore.train.run_folder.experiment import changes, describe
 from tests.train.running import run, write_job
 
 WORDS = ("train.epochs=1", "train.batch=4")
@@ -43,6 +50,40 @@ def test_the_same_job_with_another_comment_goes_on(tmp_path: Path) -> None:
     run(job, tmp_path / "run", *WORDS)
     job.write_text(write_job(tmp_path).read_text() + "\n# a thought\n")
     assert run(job, tmp_path / "run", *WORDS)[0] == 0
+
+
+class Named(nn.Module):
+    """Returns a dictionary, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"logits": self.head(x), "beside": (x.mean(), x > 0)}
+
+
+def test_the_loss_of_any_output_is_known_again() -> None:
+    graph, targets = outcore.capture(Named(), (torch.ones(2, 4),)), torch.tensor([0, 2])
+
+    def fingerprint(loss: Callable[[Any, Any], torch.Tensor]) -> dict[str, Any]:
+        return describe(graph, None, loss, targets, ExampleSupply([], [], 0, 2))
+
+    def named(output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
+        mean, positive = output["beside"]
+        return F.cross_entropy(output["logits"], target) + mean * positive.float().mean()
+
+    def of_a_tensor(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output["logits"] if isinstance(output, dict) else pytest.fail("a tensor"), target)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known = fingerprint(named)
+        assert fingerprint(of_a_tensor)["loss"] is not None
+    assert changes(known, fingerprint(named)) == []
+    (said,) = changes(known, fingerprint(lambda output, target: 2 * named(output, target)))
+    assert said.startswith("another loss")
+    assert fingerprint(lambda output, target: output["nothing"])["loss"] is None
 
 
 FOLDER = """

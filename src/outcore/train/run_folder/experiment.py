@@ -6,7 +6,7 @@ folder, images that were added, removed or changed. Of each a short fingerprint 
 | part | of what |
 |---|---|
 | network | the structure of the recorded graph, and the options of its layers (rates of dropout, slopes, strides) |
-| loss | what it gives for two made-up outputs and a micro-batch's targets: edits that change no number go unseen |
+| loss | what it gives for made-up outputs, twice, and a micro-batch's targets: edits that change no number go unseen |
 | classes | their names, in order |
 | names, labels | of the table's files: which, and what they are called |
 | contents | size and time of change of each file |
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch
 from torch import nn
 
 from outcore.graph import Graph
+from outcore.graph.record.recording import Ref, fill
+from outcore.graph.structure import substitute
 from outcore.train.examples.examples import OwnExamples, SlideExamples
 from outcore.train.examples.supply import ExampleSupply
 
@@ -88,25 +91,29 @@ def _options(model: nn.Module) -> Iterable[Any]:
 
 
 def _loss(graph: Graph, loss: Callable[[Any, Any], Any], targets: Any) -> list[float] | None:
-    """What a loss gives for made-up outputs of the network's shape."""
-    if len(graph.outputs) != 1:
+    """What a loss gives for made-up outputs, structured as the network returns them; none if it gives nothing."""
+    values = [graph.values[name] for name in graph.outputs]
+    if graph.executable is None or not 0 < sum(torch.Size(v.shape).numel() for v in values) <= _MOST_NUMBERS:
         return None
-    value = graph.values[graph.outputs[0]]
-    numbers = torch.Size(value.shape).numel()
-    if not 0 < numbers <= _MOST_NUMBERS:
-        return None
+    result, given = graph.executable[1].result, substitute(targets, torch.Tensor, torch.Tensor.cpu)
     found = []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for scale in (1.0, 3.0):
                 torch.manual_seed(0)
-                made = scale * torch.sin(torch.arange(numbers, dtype=torch.float64, device="cpu")).reshape(value.shape)
-                dtype = getattr(torch, value.dtype.removeprefix("torch."))
-                given = targets.cpu() if isinstance(targets, torch.Tensor) else targets
-                found.append(float(loss(made.to(dtype), given)))
-    except Exception:  # a loss that wants more than an output of this shape; the run itself will say what
+                output = fill(result, partial(_made_up, graph, scale))
+                found.append(float(loss(output, given)))
+    except Exception:  # a loss that wants more than outputs of these shapes; the run itself will say what
         return None
     return found if all(number == number for number in found) else None
+
+
+def _made_up(graph: Graph, scale: float, ref: Ref) -> torch.Tensor:
+    """A tensor like a recorded one, of numbers between minus and plus a scale."""
+    value = graph.values[ref.name]
+    numbers = torch.arange(torch.Size(value.shape).numel(), dtype=torch.float64, device="cpu")
+    made = scale * torch.sin(numbers).reshape(value.shape)
+    return made.to(getattr(torch, value.dtype.removeprefix("torch.")))
 
 
 def _close(a: float, b: float) -> bool:
