@@ -59,6 +59,7 @@ class Chooser(PieceChooser):
         step = step_of(graph, [i for i in drawn if not graph.given[i]], offloaded=away, early=early)
         self.sent += len(step.ways)
         assert living_peak(step) == step.peak_bytes
+        assert step.again.isdisjoint(graph.source[i] for i in step.saved)  # nothing is both handed over and made again
         self.pieces.append(Piece(Frontier([step]), step, ()))
         return choice_of(graph, step)
 

@@ -43,6 +43,8 @@ class Odd(nn.Module):
         """Two results of images."""
         x = F.relu(self.norm(self.first(x)), inplace=True)
         y = torch.sigmoid(self.shared(x) + self.level)
+        whole = y.flatten(2)  # a view of all of it: either of the two may be what is saved
+        y = y * whole.square().unflatten(2, y.shape[2:]).cos()
         self.level.mul_(0.5).add_(y.detach().mean())
         y = torch.utils.checkpoint.checkpoint(lambda t: torch.tanh(self.shared(t)) * t, y, use_reentrant=False)
         a, b = y.chunk(2, dim=1)

@@ -131,7 +131,11 @@ def step_of(
         early: how many times its length a copy back begins before its value is read.
         loss_bytes: what the loss holds between forward and backward, beside the results and their gradients.
     """
-    needed, again, inputs = _needed(graph, set(saved))
+    chosen = set(saved)
+    needed, again, inputs = _needed(graph, chosen)
+    # A view was to be saved and its base to be made again: both are the same memory where the base is saved too.
+    if twice := {graph.source[i] for i in needed} & again:
+        needed, again, inputs = _needed(graph, chosen | twice)
     order = _backward_order(graph, again)
     source, size = graph.source, graph.bytes
     results = {source[i] for i in graph.outputs if not graph.given[source[i]]}
@@ -408,7 +412,7 @@ def _sweep(
             if graph.fusible[i] and not graph.reduces[i]:
                 for s in dying:
                     if size[s] == size[w] and first[s] >= 0 and s not in taken:
-                        over = size[w]
+                        over += size[w]
                         written_over[w] = s
                         taken.add(s)
                         break
