@@ -12,7 +12,6 @@ import io
 import os
 import pty
 import random
-import resource
 import select
 import signal
 import struct
@@ -24,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
+
+from tests.file_size_limit import limit_file_size
 
 __all__ = ["Ended", "Surroundings", "draw_surroundings", "run_command"]
 
@@ -154,7 +155,7 @@ def _inside(
     os.chdir(folder)
     _obey_permissions()
     if around.folder == "full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE, _SMALL_FILE))
+        limit_file_size(_SMALL_FILE)
     from outcore.cli.main import main
 
     sys.argv = ["outcore", *words]

@@ -16,6 +16,7 @@ import torch
 
 from outcore.errors import CheckpointError
 from outcore.run import Engine
+from tests.file_size_limit import limit_file_size
 from tests.run.networks import CASES
 from tests.run.training import batches_of, make_plan, share
 
@@ -90,7 +91,7 @@ def save_twice(case: str, plan: dict[str, Any], path: str, limit_rank: int = -1)
     message = ""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if engine.rank == limit_rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+        limit_file_size(512)
     try:
         engine.save(path)
     except CheckpointError as error:
