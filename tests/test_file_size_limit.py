@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LIMITED = """
 import sys
@@ -21,7 +23,10 @@ except OSError:
 """
 
 
-def test_a_module_that_is_imported_on_a_full_disk_can_be_imported_again(tmp_path: Path) -> None:
+def test_a_module_that_is_imported_on_a_full_disk_can_be_imported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     (tmp_path / "long.py").write_text("\n".join(f"def f{i}():\n    return {i}" for i in range(200)))
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "full\n"
