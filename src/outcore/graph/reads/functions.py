@@ -27,6 +27,7 @@ from outcore.graph.reads.frozen import GONE, attributes_of, is_foreign
 _DUNDER = frozenset({"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"})
 _DEPTH = 3
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device)
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HELD = frozenset(nn.Module().__dict__)
 """Attributes that hold parameters, submodules and hooks."""
 
@@ -42,6 +43,8 @@ class LookupPlace:
     """Its name in a sentence."""
     item: bool = True
     """Whether it is an entry of a mapping, not an attribute."""
+    module: str = ""
+    """The Python module whose code looks there."""
 
     def read(self) -> Any:
         """The value that is there now."""
@@ -55,11 +58,23 @@ class LookupPlace:
 
 def places_of(modules: Iterable[nn.Module]) -> list[LookupPlace]:
     """What the forwards of modules, and the user's functions they lead to, may look up outside of the modules."""
-    walk, modules = _Walk(), list(modules)
+    return list(reached_from(modules).places.values())
+
+
+def reached_from(modules: Iterable[nn.Module], *, whole: bool = False) -> ReachedCode:
+    """The user's code that the forwards of modules lead to, and where it looks things up outside of the modules.
+
+    Args:
+        modules: what is run.
+        whole: whether code counts that a recording repeats as a whole: hooks, custom autograd functions.
+    """
+    walk, modules = ReachedCode(whole=whole), list(modules)
     for module in modules:
         forward = module.__dict__.get("forward", type(module).forward)
         walk.reach(forward)
         walk.methods(type(module), _names_of(forward))
+        for hook in (h for table in _HOOK_TABLES for h in module.__dict__[table].values()) if whole else ():
+            walk.reach(hook)
     held = [v for m in modules for n, v in m.__dict__.items() if n not in _HELD and not isinstance(v, _ATOMS)]
     known = -1
     while known < len(walk.names):  # what is held may be asked for any name that some function looks up
@@ -67,16 +82,22 @@ def places_of(modules: Iterable[nn.Module]) -> list[LookupPlace]:
         for value in held:
             walk.reach(value, frozenset(walk.names))
     if walk.names & {"environ", "getenv"}:
-        walk.note(vars(os.environ), "_data", "an environment variable", frozenset())
-    return list(walk.places.values())
+        walk.note(vars(os.environ), "_data", "an environment variable", frozenset(), module="os")
+    return walk
 
 
-class _Walk:
-    def __init__(self) -> None:
+class ReachedCode:
+    """Functions and classes that code leads to, and where they look things up."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
+        """Whether to follow what a recording repeats as a whole."""
         self.places: dict[tuple[int, str], LookupPlace] = {}
         self.names: set[str] = set()
         """All names that some function looks up."""
-        self._functions: set[int] = set()
+        self.functions: dict[int, types.FunctionType] = {}
+        """By identity."""
+        self.classes: dict[type, None] = {}
         self._classes: set[tuple[type, str]] = set()
         self._open: list[Any] = []  # nothing that was seen may lose its identity to another
 
@@ -96,10 +117,13 @@ class _Walk:
         elif isinstance(value, type):
             if not issubclass(value, nn.Module | torch.autograd.Function):  # those run as they are, in replays too
                 self.methods(value, names | _DUNDER)
+            elif self.whole:
+                self.methods(value, ("forward", "setup_context", "backward"))
         elif isinstance(value, types.ModuleType):
             if not is_foreign(value.__name__):
                 for name in sorted(names & value.__dict__.keys()):
-                    self.note(value.__dict__, name, f"{name} of {value.__name__}", names, depth - 1)
+                    told = f"{name} of {value.__name__}"
+                    self.note(value.__dict__, name, told, names, depth - 1, module=value.__name__)
         elif isinstance(value, list | tuple | set | frozenset | dict):
             for part in value.values() if isinstance(value, dict) else value:
                 if not isinstance(part, _ATOMS):
@@ -112,34 +136,34 @@ class _Walk:
     def function(self, function: types.FunctionType) -> None:
         """Record what a function looks up, and follow it."""
         module_name = function.__globals__.get("__name__", function.__module__)
-        if id(function) in self._functions or is_foreign(module_name):
+        if id(function) in self.functions or is_foreign(module_name):
             return
-        self._functions.add(id(function))
-        self._open.append(function)
+        self.functions[id(function)] = function
         names = _names_of(function)
         self.names |= names
         for name in sorted(names & function.__globals__.keys()):
-            self.note(function.__globals__, name, f"{name} of {module_name}", names)
+            self.note(function.__globals__, name, f"{name} of {module_name}", names, module=module_name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             description = f"{name} around {function.__qualname__} of {module_name}"
-            self.note(cell, "cell_contents", description, names, item=False)
+            self.note(cell, "cell_contents", description, names, item=False, module=module_name)
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
                 description = f"a default of {function.__qualname__} of {module_name}"
-                self.note(function, name, description, names, item=False)
+                self.note(function, name, description, names, item=False, module=module_name)
 
     def methods(self, cls: type, names: Iterable[str]) -> None:
         """Record and follow what these names are on a user's class."""
         for base in cls.__mro__:
             if is_foreign(base.__module__):
                 continue
+            self.classes[base] = None
             for name in sorted(set(names) & base.__dict__.keys()):
                 if (base, name) in self._classes:
                     continue
                 self._classes.add((base, name))
                 value = base.__dict__[name]
                 description = f"{base.__name__}.{name} of {base.__module__}"
-                self.note(base.__dict__, name, description, frozenset(), key=base)
+                self.note(base.__dict__, name, description, frozenset(), key=base, module=base.__module__)
                 self.methods(cls, _names_of(value) - {name})
 
     def note(
@@ -152,9 +176,10 @@ class _Walk:
         *,
         item: bool = True,
         key: Any = None,
+        module: str,
     ) -> None:
         """Record a place, and follow what is there."""
-        place = LookupPlace(owner, name, description, item)
+        place = LookupPlace(owner, name, description, item, module)
         where = (id(owner if key is None else key), name)
         if where in self.places and not names:
             return

@@ -228,7 +228,12 @@ def describe_attribute(module: nn.Module, path: str, name: str) -> str:
 
 def outer_places(model: nn.Module) -> list[LookupPlace]:
     """What the functions of a model may look up outside of it."""
-    return places_of(m for m in model.modules() if kind_of(m) == "container")
+    return places_of(composed(model))
+
+
+def composed(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model whose forward is the user's code, not one of torch's layers."""
+    return (module for module in model.modules() if kind_of(module) == "container")
 
 
 def attribute_places(model: nn.Module) -> list[tuple[nn.Module, LookupPlace]]:

@@ -126,7 +126,8 @@ class Effects:
         if self.lost:
             raise VaryingError(
                 f"forward changes {self.lost[0]}, which a recording cannot do again; assign a new value to an "
-                "attribute instead of changing one inside, or keep this out of forward"
+                "attribute instead of changing one inside, or keep this out of forward; if it is done only once, call "
+                "the model once before"
             )
 
 

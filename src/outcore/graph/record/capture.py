@@ -69,9 +69,14 @@ def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
 def _record_somehow(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Recorder, Recording, tuple[str, ...]]:
-    """Record one run: on fake tensors, and if that fails on real ones."""
+    """Record one run: on fake tensors, and if that fails on real ones.
+
+    What a library sets up in the first run (the backend of a type of tensors) stays, and is no part of a second.
+    """
     with _ONE_AT_A_TIME:
-        return _record_alone(model, args, kwargs)
+        found = _record_alone(model, args, kwargs)
+        effects = found[1].effects
+        return _record_alone(model, args, kwargs) if effects is not None and effects.lost else found
 
 
 def _record_alone(

@@ -102,7 +102,7 @@ class CapturedModule(nn.Module):
         for recording in valid:
             if not recording.uses_data:
                 return recording.run(self.model, tensors)
-            before = ModelState(self.model, state_tensors(self.model))
+            before = ModelState(self.model, state_tensors(self.model), outer=False)
             try:
                 return recording.run(self.model, tensors)
             except Mismatch:

@@ -31,6 +31,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from outcore.graph.record.outer_state import OuterState
+
 _CONTAINERS = (list, dict, set, deque)
 _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
 
@@ -82,16 +84,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class ModelState:
     """Attributes and random states of a model, and the numbers in some of its tensors."""
 
-    def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor], *, outer: bool = True) -> None:
+        """
+        Args:
+            model: what is going to run.
+            tensors: those whose numbers it may change.
+            outer: whether its own Python runs, which may also change what is outside of it.
+        """
         held = [holder for holder in _holders(model) if not isinstance(holder, tuple)]
         self._contents = [(holder, _snapshot(holder)) for holder in held]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         own = (value for holder in held for value in _contents(holder) if isinstance(value, torch.Generator))
         self._generators = [(generator, generator.get_state()) for generator in own]
         self._randomness = RandomStates()
+        self._outer = OuterState(model) if outer else None
 
     def restore(self) -> None:
         """Put it back as it was."""
+        if self._outer is not None:
+            self._outer.restore()
         for holder, content in self._contents:
             _restore(holder, content)
         with torch.no_grad():

@@ -223,7 +223,7 @@ class ManagedForward:
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if not entry.compiled.recording.uses_data:
             return ReplayPass(entry.compiled, self.model, tensors, self.tier, keeper=self.keeper).forward()
-        before = ModelState(self.model, state_tensors(self.model))
+        before = ModelState(self.model, state_tensors(self.model), outer=False)
         try:
             return ReplayPass(entry.compiled, self.model, tensors, self.tier, keeper=self.keeper).forward()
         except Mismatch:
