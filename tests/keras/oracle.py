@@ -131,8 +131,14 @@ def compare_gradients(model: Any, twin: Any, gradients: list[Any], within: float
 
 
 def in_float64() -> Iterator[None]:
+    """A test's surroundings: float64 whatever ran before it, and the same random numbers."""
     before = keras.config.floatx()
     keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
-    keras.backend.clear_session()
+    keras.config.set_dtype_policy("float64")
+    keras.utils.set_random_seed(0)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)
+        keras.config.set_dtype_policy(before)
+        keras.backend.clear_session()

@@ -28,6 +28,9 @@ def check(rows: list[dict[str, Any]]) -> None:
     """Every model is carried over, and differs by rounding alone."""
     for row in rows:
         assert "refused" not in row and "failed" not in row, row
+        if "plain Keras failed" in row:
+            assert row["evaluation"] <= 1e-10, row
+            continue
         allowed = max(1e-10, 100 * row["sensitivity"])
         assert allowed < 1e-6 and all(row[kind] <= allowed for kind in COMPARED), row
 
@@ -43,5 +46,6 @@ def test_some_drawn_models_are_carried_over() -> None:
 def test_drawn_models_are_carried_over(first: int) -> None:
     rows = drawn(first, first + 50)
     check(rows)
-    assert len(rows) == 50
+    assert len(rows) == 50 and sum("plain Keras failed" in row for row in rows) < 3
+    rows = [row for row in rows if "plain Keras failed" not in row]
     print(max(row[kind] for row in rows for kind in COMPARED))

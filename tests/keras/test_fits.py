@@ -168,7 +168,9 @@ def test_a_class_whose_call_takes_no_mode_is_run_by_its_plan_where_gradients_are
     assert difference(*([np.array(x) for x in one] for one in found)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["a_layer_that_counts_its_calls", "a_layer_that_reads_what_it_has_assigned"])
+@pytest.mark.parametrize(
+    "name", ["a_layer_that_counts_its_calls", "a_layer_that_reads_what_it_has_assigned", "low_rank_updates"]
+)
 def test_some_odd_programs_are_those_of_plain_keras(name: str) -> None:
     assert compare(name)["differs by"] < 1e-10
 

@@ -20,8 +20,8 @@ losses of their own, stay in segments that are kept.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,18 @@ class _Boundary:
         unique = {id(v): v for call in part for v in call.variables}
         self.trainable = [v for v in unique.values() if v.trainable]
         self.state = [v for v in unique.values() if not v.trainable]
+
+
+@contextmanager
+def _outside_scopes() -> Iterator[None]:
+    """A context that no scope of automatic casts is around."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    around = state.get_global_attribute("autocast_scope")
+    state.set_global_attribute("autocast_scope", None)
+    try:
+        yield
+    finally:
+        state.set_global_attribute("autocast_scope", around)
 
 
 class SegmentedCall(OrderedCall):
@@ -118,9 +130,10 @@ class SegmentedCall(OrderedCall):
             given = arguments[len(numbers) + len(masked) :]
             mapping = list(zip(variables, given, strict=True))
             stateless = self.keras.StatelessScope
-            # What is around the model in mixed precision is not there when it runs again: variables would be given, and
-            # then taken for changed, in the type that they are computed in. Layers open a scope of their own.
-            with backend.AutocastScope(None), stateless(state_mapping=mapping, initialize_variables=False) as scope:
+            # What is around the model in mixed precision is not there when it runs again: variables would be given and
+            # taken for changed in the type that they are computed in. Layers open a scope of their own; inside one
+            # that casts nothing they would open one in every policy, and compute otherwise than plain Keras.
+            with _outside_scopes(), stateless(state_mapping=mapping, initialize_variables=False) as scope:
                 note = scope.add_update  # as of a variable, no gradient goes through what was assigned
                 scope.add_update = lambda update: note((update[0], tf.stop_gradient(update[1])))
                 for call in boundary.part:
