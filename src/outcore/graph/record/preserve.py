@@ -3,8 +3,8 @@
 Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random
 numbers and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts
 all of it back, also after an exception: whatever can be reached from the model's attributes through lists, dicts and
-objects whose classes come from the packages that its modules come from. What a forward writes elsewhere (globals,
-files) is not undone.
+objects whose classes come from the packages that its modules come from, and what its code reaches by name outside of it
+(`outcore.graph.record.outer_state`). What a forward writes to files is not undone.
 
 Functions under ``functools.lru_cache`` hold state too (`function_caches`). Python keeps no list of them; finding them
 means looking at every object there is, which takes a tenth of a second in a process with a few large libraries. So they
