@@ -304,6 +304,36 @@ class Mixin:
 def made(n):
     return Mixin.of(n)
 """,
+    "an object of another package, by its method": """
+class Store:
+    def __init__(self):
+        self.found = {}
+    def made(self, n):
+        if n not in self.found:
+            self.found[n] = fresh(n)
+        return self.found[n]
+Store.__module__ = "helpers_of_the_author.stores"
+made = Store().made
+""",
+    "an object of another package, in the model": """
+class Store:
+    def __init__(self):
+        self.found = {}
+Store.__module__ = "helpers_of_the_author.stores"
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.stores = {"one": [Store()]}
+
+    def forward(self, x):
+        found = self.stores["one"][0].found
+        for layer in self.layers:
+            if x.shape[-1] not in found:
+                found[x.shape[-1]] = fresh(x.shape[-1])
+            x = torch.tanh(layer(x) + found[x.shape[-1]])
+        return x
+""",
     "plain numbers": """
 KEPT = {}
 def made(n):
@@ -319,7 +349,7 @@ def made(n):
     return KEPT[torch.Tensor](n)
 """,
 }
-CASES = {name: _HEAD + text + _NET for name, text in _PLACES.items()}
+CASES = {name: _HEAD + text + ("" if "class Net(" in text else _NET) for name, text in _PLACES.items()}
 """The text of each, by the place in which it remembers."""
 
 

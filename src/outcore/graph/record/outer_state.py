@@ -30,7 +30,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ class OuterState:
                 self._hold(place.read(), self._is_own(place.module), _DEPTH)
         for function in code.functions.values():
             self._hold(function.__dict__, self._is_own(function.__module__ or ""), _DEPTH)
+        for module in model.modules():  # objects of other packages than its own
+            for name, value in vars(module).items():
+                if name not in _OF_MODULES:
+                    self._hold(value, True, _DEPTH)
 
     def restore(self) -> None:
         """Put it back as it was."""
@@ -100,7 +104,8 @@ class OuterState:
                 variable.set(value)
         for owner, attributes in self._slots:
             for name, value in attributes.items():
-                if getattr(owner, name, GONE) is not value:
+                now = getattr(owner, name, GONE)
+                if now is not value and (self._is_own(type(owner).__module__) or _has_fake(now)):
                     delattr(owner, name) if value is GONE else setattr(owner, name, value)
         for holder in self._holders:
             if not same_contents(holder.value, holder.content) and (holder.own or _has_fake(holder.value)):
@@ -111,6 +116,8 @@ class OuterState:
         if depth == 0 or isinstance(value, _ATOMS) or id(value) in self._seen or id(value) in self._inside:
             return
         self._seen[id(value)] = value
+        if not isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+            own = self._is_own(type(value).__module__) if not is_foreign(type(value).__module__) else own
         if isinstance(value, contextvars.ContextVar):
             found = value.get(contextvars.Context().run(_default_of, value))
             self._contexts.append((value, found))
@@ -130,9 +137,11 @@ def _contents_of(value: Any, slots: list[tuple[Any, dict[str, Any]]]) -> Iterato
         yield value
     elif isinstance(value, _WEAK):
         yield vars(value)["data"]
-    if isinstance(value, (functools.partial, FunctionType)):
+    if isinstance(value, (functools.partial, FunctionType, MethodType)):
         if isinstance(value, functools.partial):
             yield (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, MethodType):
+            yield (value.__self__,)
         return
     kind = type(value)
     if isinstance(value, (threading.local, SimpleNamespace, nn.Module)) or not is_foreign(kind.__module__):
@@ -164,6 +173,8 @@ def _slots_of(cls: type) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
+_OF_MODULES = frozenset(nn.Module().__dict__)
+"""Attributes in which torch keeps parameters, submodules, hooks and modes."""
 _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"})
 """Attributes of classes that Python itself keeps."""
 
