@@ -10,7 +10,7 @@ import itertools
 import sys
 from types import ModuleType
 
-__all__ = ["CASES", "load"]
+__all__ = ["CASES", "CHANGING", "load"]
 
 _HEAD = """
 import collections, contextvars, dataclasses, functools, threading, types, weakref
@@ -349,6 +349,118 @@ def made(n):
     return KEPT[torch.Tensor](n)
 """,
 }
+_NOT_KEPT_ALONE = {
+    "the spread of the first batch": """
+KEPT = {}
+def made(x, net):
+    if "scale" not in KEPT:
+        KEPT["scale"] = x.detach().std(0)
+    return KEPT["scale"]
+""",
+    "the first weights": """
+KEPT = None
+def made(x, net):
+    global KEPT
+    if KEPT is None:
+        KEPT = net.layers[0].bias.detach().clone()
+    return KEPT
+""",
+    "what a buffer was": """
+KEPT = None
+def made(x, net):
+    global KEPT
+    if KEPT is None:
+        KEPT = net.level + 1
+    net.level.add_(1)
+    return KEPT
+""",
+    "random numbers": """
+KEPT = []
+def made(x, net):
+    if not KEPT:
+        KEPT.append(torch.rand(x.shape[-1]))
+    return KEPT[0]
+""",
+    "random numbers written in place": """
+KEPT = []
+def made(x, net):
+    if not KEPT:
+        KEPT.append(torch.empty(x.shape[-1]).uniform_())
+    return KEPT[0]
+""",
+    "a sum that grows in place": """
+KEPT = {}
+def made(x, net):
+    if "sum" not in KEPT:
+        KEPT["sum"] = fresh(x.shape[-1])
+    KEPT["sum"].add_(1)
+    return KEPT["sum"].clone()
+""",
+    "a sum that grows by new tensors": """
+KEPT = {}
+def made(x, net):
+    KEPT["sum"] = KEPT.get("sum", fresh(x.shape[-1])) + 1
+    return KEPT["sum"]
+""",
+    "the last output": """
+KEPT = {}
+def made(x, net):
+    last = KEPT.get("last", fresh(x.shape[-1]))
+    KEPT["last"] = x.detach().mean(0)
+    return last
+""",
+    "a count": """
+KEPT = [0]
+def made(x, net):
+    KEPT[0] += 1
+    return fresh(x.shape[-1]) * KEPT[0]
+""",
+    "another way in the second call": """
+KEPT = set()
+def made(x, net):
+    if "called" in KEPT:
+        return fresh(x.shape[-1]) * 2
+    KEPT.add("called")
+    return fresh(x.shape[-1])
+""",
+    "one step less in the second call": """
+KEPT = set()
+def made(x, net):
+    found = fresh(x.shape[-1])
+    if "called" not in KEPT:
+        KEPT.add("called")
+        found = found * 3
+    return found
+""",
+    "a part of what was kept": """
+KEPT = {}
+def made(x, net):
+    if "two" not in KEPT:
+        KEPT["two"] = (fresh(x.shape[-1]), fresh(x.shape[-1]) * 2)
+        return KEPT["two"][0]
+    return KEPT["two"][1]
+""",
+    "what the input is": """
+KEPT = {}
+def made(x, net):
+    if "first" not in KEPT:
+        KEPT["first"] = x
+    return KEPT["first"].detach().mean(0)
+""",
+    "a dropout mask": """
+KEPT = {}
+def made(x, net):
+    if "mask" not in KEPT:
+        KEPT["mask"] = torch.nn.functional.dropout(torch.ones(x.shape[-1]))
+    return KEPT["mask"]
+""",
+}
+"""Forwards whose second call is another one: what they keep follows from the first, or changes."""
+_BUFFERED = _NET.replace(
+    "        self.layers =", '        self.register_buffer("level", torch.zeros(24))\n        self.layers ='
+).replace("made(x.shape[-1])", "made(x, self)")
+CHANGING = {name: _HEAD + text + _BUFFERED for name, text in _NOT_KEPT_ALONE.items()}
+"""The text of each, by what it keeps."""
 CASES = {name: _HEAD + text + ("" if "class Net(" in text else _NET) for name, text in _PLACES.items()}
 """The text of each, by the place in which it remembers."""
 
@@ -360,5 +472,5 @@ def load(name: str) -> ModuleType:
     """A module of its own with the code of a case."""
     module = ModuleType(f"kept_outside_{next(_NUMBERS)}")
     sys.modules[module.__name__] = module
-    exec(compile(CASES[name], f"<{name}>", "exec"), module.__dict__)
+    exec(compile((CASES | CHANGING)[name], f"<{name}>", "exec"), module.__dict__)
     return module

@@ -18,11 +18,20 @@ _RANDOM = re.compile(
 )
 
 
+def may_be_random(name: str) -> bool:
+    """Whether a call of that name may draw random numbers.
+
+    >>> may_be_random("dropout2d"), may_be_random("conv2d")
+    (True, False)
+    """
+    return _RANDOM.search(name) is not None
+
+
 def random_calls(graph: Graph) -> frozenset[str]:
     """The calls that may draw random numbers."""
     blocks = graph.blocks
     return frozenset(
         name
         for name, call in graph.calls.items()
-        if blocks[call.block].kind == "opaque" or _RANDOM.search(blocks[call.block].type)
+        if blocks[call.block].kind == "opaque" or may_be_random(blocks[call.block].type)
     )

@@ -29,6 +29,7 @@ from outcore.graph.record.intercept import intercepted
 from outcore.graph.record.preserve import RandomStates, preserved
 from outcore.graph.record.recorder import Recorder
 from outcore.graph.record.recording import Recording, Ref
+from outcore.graph.record.second_call import KEPT, is_only_kept
 from outcore.graph.record.watched_run import WatchedRun
 from outcore.graph.source import blame, definition
 from outcore.graph.structure import device_of, leaves, substitute
@@ -122,6 +123,8 @@ def _record(
             recorder.volatile |= randomness.host_drawn()
             recording = recorder.recording(result)
             recording.effects = watched.effects(recorder.ref)
+            if recording.effects.lost and _is_only_kept(recorder, recording, args, kwargs):
+                recording.effects = replace(recording.effects, lost=())
         recording.reads = watched.snapshot(recording.constants.values())
         return recorder, recording
     except Exception as error:
@@ -129,6 +132,31 @@ def _record(
         if not real or isinstance(error, CaptureError):
             raise
         raise CaptureError(_explain(error)) from error
+
+
+def _is_only_kept(first: Recorder, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the next call, with what the first has kept outside of the model, needs no change of that any more."""
+    model, fake = first.model, first.fake
+    args, kwargs = substitute((args, kwargs), torch.Tensor, _alias)  # the next call brings others
+    tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+    second, watched = Recorder(model, list(zip(first.inputs, tensors, strict=True)), fake=fake), WatchedRun(model)
+    kept = first.references.living()
+    second.know({KEPT + name: tensor for name, tensor in kept.items()})
+    versions = [tensor._version for tensor in kept.values()]
+    try:
+        with (
+            _quietly(),
+            intercepted(second),
+            fake or contextlib.nullcontext(),
+            watched.watching(second.is_quiet),
+            second,
+        ):
+            result = model(*args, **kwargs)
+        repeated, effects = second.recording(result), watched.effects(second.ref)
+    except Exception:  # the first call was fine; what this one lacks is that the first is needed
+        return False
+    untouched = versions == [tensor._version for tensor in kept.values()]
+    return untouched and not effects.lost and not second.volatile and is_only_kept(recording, repeated)
 
 
 def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...], module: CapturedModule) -> Graph:
@@ -235,11 +263,16 @@ def _each_its_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
         if id(tensor) not in seen:
             seen.add(id(tensor))
             return tensor
-        with torch.no_grad():
-            return tensor.detach().requires_grad_(tensor.requires_grad)
+        return _alias(tensor)
 
     found: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, own)
     return found
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor with the same memory, a leaf of the graph."""
+    with torch.no_grad():
+        return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _faked(tensor: torch.Tensor, mode: FakeTensorMode, model: nn.Module) -> torch.Tensor:

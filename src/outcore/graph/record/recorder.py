@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -89,10 +89,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.fake, self.real = model, fake, fake is None
         self.paths = paths(model)
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self.state = {id(t): name for name, t in reversed(named)}
         self.devices = tuple({"cpu", *(t.device.type for _, t in named)} - {"meta"})
         self.ambient = Context.current(self.devices)
@@ -113,7 +110,7 @@ class Recorder(TorchFunctionMode):
         self._names: dict[int, Ref] = {}
         self._alive: list[torch.Tensor] = []  # no other tensor may get the identity of a constant
         calls, forget = self.calls, weakref.WeakMethod(self._forget)  # not itself: a cycle would keep the user's model
-        self._references = References(lambda: len(calls), lambda key: (gone := forget()) and gone(key))
+        self.references = References(lambda: len(calls), lambda key: (gone := forget()) and gone(key))
         self.held_until: dict[str, str] = {}
         """Values that Python holds beyond their last use (`Value.held_until`), once the run is over."""
         self._memories, self._writes = StorageHistory(), SeenWrites()
@@ -131,11 +128,17 @@ class Recorder(TorchFunctionMode):
         """What was recorded, given what the model returned."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._check_writes(tensor)
-        held = self._references.held_until(self.calls)
+        held = self.references.held_until(self.calls)
         template = substitute(result, torch.Tensor, self.ref)
         given = {*self.inputs, *(ref.name for _, ref in leaves(template, Ref))}  # whoever calls the model holds them
         self.held_until = {name: call for name, call in held.items() if name not in given}
         return Recording(self.inputs, self.steps, template, self.constants, self.ambient, self.uses_data, self.volatile)
+
+    def know(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Call tensors from before the run by these names, where they have none."""
+        for name, tensor in values.items():
+            if id(tensor) not in self._names and id(tensor) not in self.state:
+                self._bind(name, tensor, producer=None)
 
     def is_quiet(self) -> int:
         """Whether a call is under way that a replay repeats as a whole."""
@@ -377,7 +380,7 @@ class Recorder(TorchFunctionMode):
     def _bind(self, name: str, tensor: torch.Tensor, producer: str | None) -> None:
         """Name a tensor; from here on, as long as it lives, it is known by this name."""
         self._names[id(tensor)] = Ref("value", name)
-        self._references.watch(name, tensor)
+        self.references.watch(name, tensor)
         self._writes.note(tensor)
         self.values[name] = Value(
             name=name,

@@ -71,6 +71,11 @@ class References:
         known = self._watched.get(key)
         self._watched[key] = (known[0] if known is not None else weakref.ref(tensor, self._on_death(key)), name)
 
+    def living(self) -> dict[str, torch.Tensor]:
+        """The tensors that are still there, by name."""
+        found = ((name, ref()) for ref, name in self._watched.values())
+        return {name: tensor for name, tensor in found if tensor is not None}
+
     def _on_death(self, key: int) -> Callable[[object], None]:
         def died(_: object) -> None:
             _, name = self._watched.pop(key)
