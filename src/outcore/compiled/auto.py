@@ -73,7 +73,7 @@ def _step_s(
     given, named = with_content(*arguments_as_called(model, args, kwargs), device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [(p, p.grad) for p in parameters]
-    before = ModelState(model, state_tensors(model))
+    before = ModelState(model, state_tensors(model), outer=False)
     taken = []
 
     def step() -> None:

@@ -80,7 +80,7 @@ def try_step(
     inputs = [t for _, t in leaves((args, kwargs), torch.Tensor) if t.is_leaf]
     trained = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
     gradients = [(t, t.grad) for t in trained]
-    before = ModelState(model, state_tensors(model))
+    before = ModelState(model, state_tensors(model), outer=False)
 
     def forget() -> None:
         for t in trained:

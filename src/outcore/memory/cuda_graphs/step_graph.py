@@ -101,7 +101,7 @@ class StepGraph:
                 more memory than one inside.
         """
         give_back()  # else what stays could lie in large blocks that nothing else uses
-        before = ModelState(self.model, state_tensors(self.model))
+        before = ModelState(self.model, state_tensors(self.model), outer=False)  # graphs may read what calls keep
         other = self.other if self.other is not None and self.other.graphs is not None else None
         self.inputs = [t.detach().clone() for t in tensors]
         self.places = other.places if other is not None else StaticGrads(self.parameters)
@@ -148,12 +148,6 @@ class StepGraph:
         try:
             self.record_padded(pool, trace=trace)
         except RuntimeError:
-            import os
-
-            if os.environ.get("DIAG"):
-                import traceback
-
-                traceback.print_exc()
             before.restore()
             self.graphs, pool.handle = None, handle
             return False
