@@ -46,6 +46,10 @@ _CONTAINERS = (list, dict, set, deque)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device, type, ModuleType)
 _DEPTH = 8
+_LIBRARY_STEP = 3
+"""Levels for which one of a library's objects counts: a trainer that a model knows leads to everything there is."""
+_MOST_SEEN = 100_000
+"""Objects that are looked at; what comes then is left as it is."""
 _MOST = 20_000
 """Entries of one container that are followed; a larger one is put back as a whole."""
 
@@ -113,7 +117,9 @@ class OuterState:
 
     def _hold(self, value: Any, own: bool, depth: int) -> None:
         """Note the contents of a value, and of all that it holds."""
-        if depth == 0 or isinstance(value, _ATOMS) or id(value) in self._seen or id(value) in self._inside:
+        if depth <= 0 or isinstance(value, _ATOMS) or id(value) in self._seen or id(value) in self._inside:
+            return
+        if len(self._seen) > _MOST_SEEN:
             return
         self._seen[id(value)] = value
         if not isinstance(value, (*_CONTAINERS, tuple, frozenset)):
@@ -128,7 +134,7 @@ class OuterState:
                 self._holders.append(_Holder(inside, type_safe_copy(inside), own))
             if len(inside) <= _MOST:
                 for part in list(inside.values() if isinstance(inside, dict) else inside):
-                    self._hold(part, own, depth - 1)
+                    self._hold(part, own, depth - (1 if own else _LIBRARY_STEP))
 
 
 def _contents_of(value: Any, slots: list[tuple[Any, dict[str, Any]]]) -> Iterator[Any]:
