@@ -21,12 +21,12 @@ file) is not seen, nor is a variable of a context that had neither value nor def
 from __future__ import annotations
 
 import contextvars
+import dis
 import functools
 import os
 import sys
 import threading
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +39,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.graph.reads.frozen import GONE, is_foreign
 from outcore.graph.reads.functions import LookupPlace, reached_from
+from outcore.graph.record.contents import CONTAINERS, refill, same_contents, shallow_copy
 
 __all__ = ["OuterState"]
 
-_CONTAINERS = (list, dict, set, deque)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device, type, ModuleType)
 _DEPTH = 8
@@ -122,7 +122,7 @@ class OuterState:
         if len(self._seen) > _MOST_SEEN:
             return
         self._seen[id(value)] = value
-        if not isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+        if not isinstance(value, (*CONTAINERS, tuple, frozenset)):
             own = self._is_own(type(value).__module__) if not is_foreign(type(value).__module__) else own
         if isinstance(value, contextvars.ContextVar):
             found = value.get(contextvars.Context().run(_default_of, value))
@@ -130,8 +130,8 @@ class OuterState:
             self._hold(found, own, depth - 1)
             return
         for inside in _contents_of(value, self._slots):
-            if isinstance(inside, _CONTAINERS):
-                self._holders.append(_Holder(inside, type_safe_copy(inside), own))
+            if isinstance(inside, CONTAINERS):
+                self._holders.append(_Holder(inside, shallow_copy(inside), own))
             if len(inside) <= _MOST:
                 for part in list(inside.values() if isinstance(inside, dict) else inside):
                     self._hold(part, own, depth - (1 if own else _LIBRARY_STEP))
@@ -139,7 +139,7 @@ class OuterState:
 
 def _contents_of(value: Any, slots: list[tuple[Any, dict[str, Any]]]) -> Iterator[Any]:
     """The containers in which something keeps what it holds; slots of objects are noted beside."""
-    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+    if isinstance(value, (*CONTAINERS, tuple, frozenset)):
         yield value
     elif isinstance(value, _WEAK):
         yield vars(value)["data"]
@@ -185,36 +185,6 @@ _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__abstractmethod
 """Attributes of classes that Python itself keeps."""
 
 
-def same_contents(value: Any, content: Any) -> bool:
-    """Whether a container holds the very objects of a shallow copy, in that order."""
-    if len(value) != len(content):
-        return False
-    if isinstance(value, set):
-        return {id(one) for one in value} == {id(one) for one in content}
-    if isinstance(value, dict):
-        return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(value.items(), content.items(), strict=True))
-    return all(a is b for a, b in zip(value, content, strict=True))
-
-
-def type_safe_copy(value: Any) -> Any:
-    """The contents of a container, without running code of its class."""
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    return set(value) if isinstance(value, set) else list(value)
-
-
-def refill(value: Any, content: Any) -> None:
-    """Make a container hold what it held."""
-    if isinstance(value, dict):  # by the methods that keep its order, not by those of the user's class
-        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        kind.clear(value)
-        for key, entry in content.items():
-            kind.__setitem__(value, key, entry)
-        return
-    value.clear()
-    (value.update if isinstance(value, set) else value.extend)(content)
-
-
 def _bind(place: LookupPlace, value: Any) -> None:
     if place.item:
         if value is GONE:
@@ -249,8 +219,6 @@ def _made_by(function: FunctionType) -> Iterator[LookupPlace]:
 
 @functools.cache
 def _stored_names(code: CodeType) -> tuple[str, ...]:
-    import dis
-
     inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _stored_names(part)]
     if dis.opmap["STORE_GLOBAL"] not in code.co_code[::2]:
         return tuple(inner)

@@ -16,7 +16,6 @@ somebody else refers to the type, and the search was for nothing).
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import random
@@ -31,9 +30,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from outcore.graph.record.contents import CONTAINERS, refill, same_contents, shallow_copy
 from outcore.graph.record.outer_state import OuterState
 
-_CONTAINERS = (list, dict, set, deque)
 _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
 
 
@@ -163,7 +162,7 @@ def _contents(holder: Any) -> Iterable[Any]:
 
 def _holds(value: Any, packages: set[str]) -> bool:
     """Whether something has contents that a forward may exchange: a container, or an object of the model's authors."""
-    if isinstance(value, (*_CONTAINERS, tuple, nn.Module, types.SimpleNamespace)):
+    if isinstance(value, (*CONTAINERS, tuple, nn.Module, types.SimpleNamespace)):
         return True
     return hasattr(value, "__dict__") and _package(value) in packages and not isinstance(value, (type, torch.Tensor))
 
@@ -175,36 +174,18 @@ def _package(value: Any) -> str:
 
 def _snapshot(holder: Any) -> Any:
     """A shallow copy of what is in a module, a container or an object."""
-    if isinstance(holder, dict):
-        return dict(holder)
-    return copy.copy(holder) if isinstance(holder, (list, set, deque)) else dict(holder.__dict__)
+    return shallow_copy(holder) if isinstance(holder, CONTAINERS) else dict(holder.__dict__)
 
 
 def _restore(holder: Any, content: Any) -> None:
-    if isinstance(holder, _CONTAINERS):
-        if not _same(holder, content):
-            holder.clear()
-            (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
+    if isinstance(holder, CONTAINERS):
+        if not same_contents(holder, content):
+            refill(holder, content)
         return
     now = holder.__dict__
     for name in now.keys() - content.keys():
         del now[name]
     now.update(content)
-
-
-def _same(value: Any, content: Any) -> bool:
-    if len(value) != len(content):
-        return False
-    if isinstance(value, set):
-        return bool(value == content)
-    pairs = (
-        zip(value.items(), content.items(), strict=True)
-        if isinstance(value, dict)
-        else zip(value, content, strict=True)
-    )
-    if isinstance(value, dict):
-        return all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
-    return all(a is b for a, b in pairs)
 
 
 def state_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -50,8 +50,16 @@ def is_only_kept(first: Recording, second: Recording) -> bool:
     left_out += waiting
     if not found.alike(first.result, second.result):
         return False
+    if not _written(first) <= _written(second):  # what only a first call writes is no part of every call
+        return False
     made, steps = _from_nothing(first.steps)
     return found.kept <= made and all(id(step) in steps for step in left_out)
+
+
+def _written(recording: Recording) -> set[tuple[str, str]]:
+    """The attributes of modules to which a run writes its own tensors."""
+    writes = recording.effects.writes if recording.effects is not None else ()
+    return {(write.path, write.name) for write in writes if next(leaves(write.template, Ref), None) is not None}
 
 
 class _Pairs:
